@@ -164,7 +164,7 @@ def stock_perplexity(model: nn.Module, ids: Tensor, length: int) -> float:
 def stock(way: str, folder: Path) -> nn.Module:
     """Return transformers' model of an exported MPT, or a Bloom with the same weights.
 
-    Bloom normalises embeddings, which is taken out, and has biases, which are 0 here. Its GELU is
+    Bloom normalizes embeddings, which is taken out, and has biases, which are 0 here. Its GELU is
     another one by its tanh, which moves the perplexity by little.
     """
     import transformers

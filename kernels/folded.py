@@ -186,7 +186,7 @@ def query_columns(slopes: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 @torch.inference_mode(False)
 def _cached_key_columns(
     num_keys: int,
-    centre: int,
+    center: int,
     dtype: torch.dtype,
     device: torch.device,
     mode: FakeTensorMode | None,
@@ -194,15 +194,15 @@ def _cached_key_columns(
     """Return `key_columns`, computed once for all layers and, in training, for all steps."""
     # The mode is a key of the cache, because columns of a fake mode (in which `pretrain.plan`
     # counts) have no values: neither real calls nor other modes must get them.
-    return key_columns(num_keys, centre, dtype, device)
+    return key_columns(num_keys, center, dtype, device)
 
 
-def key_columns(num_keys: int, centre: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the extra columns of k, which hold the position of each key relative to `centre`.
+def key_columns(num_keys: int, center: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the extra columns of k, which hold the position of each key relative to `center`.
 
     Args:
         num_keys: Number of keys; the first has position 0.
-        centre: The position that is represented by 0.
+        center: The position that is represented by 0.
         dtype: Dtype of k: fp16 or bf16.
         device: Device of the result.
 
@@ -211,7 +211,7 @@ def key_columns(num_keys: int, centre: int, dtype: torch.dtype, device: torch.de
         the part was multiplied by.
     """
     base, factor = POSITION_BASES[dtype], SLOPE_FACTORS[dtype]
-    position = torch.arange(-centre, num_keys - centre, device=device)
+    position = torch.arange(-center, num_keys - center, device=device)
     high = torch.div(position + base // 2, base, rounding_mode="floor") * base
     both_SE = torch.stack([high, position - high], dim=1)
     # Dividing by powers of two is exact, in fp16 too: no result is below 2^-22, and fp16 holds

@@ -239,7 +239,7 @@ def moment(at: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
 
 # ---- Messages as text that steers no terminal ----------------------------------------------------
 _STEERING = re.compile(rb"\x1b\[[\d;]*m|[\t\r\n]")
-"""Sequences that a log may send to a terminal: colours, and where a progress bar begins anew."""
+"""Sequences that a log may send to a terminal: colors, and where a progress bar begins anew."""
 
 
 class PlainStream(io.TextIOWrapper):
@@ -265,7 +265,7 @@ def plain_lines(text: str) -> str:
 
 
 def plain_output(output: bytes) -> bytes:
-    """Return what a rank printed as it may go to a terminal: with line ends, tabs and colours.
+    """Return what a rank printed as it may go to a terminal: with line ends, tabs and colors.
 
     Everything else that is no printable character is written as an escape.
     """

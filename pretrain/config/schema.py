@@ -621,7 +621,7 @@ class CleaningSection(Section):
     tokenizing."""
 
     remove_control_characters: bool = False
-    """Remove control characters other than tab and newline, and normalise CR LF to newline."""
+    """Remove control characters other than tab and newline, and normalize CR LF to newline."""
 
     min_document_characters: int = Field(default=1, gt=0)
     """Leave out documents that are shorter than this, in characters."""

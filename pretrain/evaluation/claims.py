@@ -56,7 +56,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class Judgment:
     """A claim with its verdict and the cases that it stands on."""
 
     claim: Claim
@@ -73,7 +73,7 @@ CLAIMS: list[Claim] = []
 """All claims, in the order of the report."""
 
 
-def judge(evidence: Evidence) -> list[Judgement]:
+def judge(evidence: Evidence) -> list[Judgment]:
     """Return the verdict on every claim.
 
     A claim fails when it fails at one training length. It cannot be judged when it lies inside the
@@ -83,7 +83,7 @@ def judge(evidence: Evidence) -> list[Judgement]:
     found = []
     for each in CLAIMS:
         cases = tuple(map(evidence.checked, each.cases(evidence)))
-        found.append(Judgement(each, combined([case.verdict for case in cases]), cases))
+        found.append(Judgment(each, combined([case.verdict for case in cases]), cases))
     return found
 
 

@@ -68,7 +68,7 @@ STYLES = {
     # A slide of 13.33 x 7.5 inches.
     "slides": Style((8.0, 12.5), 4.8, 18, 2.6, 110),
 }
-COLOURS = (
+COLORS = (
     # Okabe and Ito's palette for color-blind readers (jfly.uni-koeln.de/color), without its yellow,
     # which is too pale for lines, and with a gray. Then Paul Tol's "muted"
     # (sronpersonalpages.nl/~pault). METHODS get colors in their order.
@@ -236,10 +236,10 @@ def _looks(lines: Sequence[Line]) -> dict[str, dict[str, Any]]:
     looks = {}
     for i, name in enumerate(names):
         method = method_of(name)
-        colour = COLOURS[[*METHODS].index(method) % len(COLOURS)] if method else NEUTRAL
+        color = COLORS[[*METHODS].index(method) % len(COLORS)] if method else NEUTRAL
         white = 0.6 * alike[method].index(name) / max(1, len(alike[method]) - 1)
         looks[name] = {
-            "color": to_hex(tuple(np.array(to_rgb(colour)) * (1 - white) + white)),
+            "color": to_hex(tuple(np.array(to_rgb(color)) * (1 - white) + white)),
             "marker": MARKERS[i % len(MARKERS)],
             "linestyle": DASHES[i % len(DASHES)],
         }
@@ -428,7 +428,7 @@ def lines_by_position(curves: Sequence[PositionCurve]) -> tuple[list[Line], Fram
         marked[panel] = [curve.train_length]
         wide = [each.merged(TOKENS_OF_A_VALUE) for each in binned]
         values = [Value.of_seeds(losses) for losses in zip(*(each.losses for each in wide))]
-        lines.append(Line(panel, curve.name, wide[0].centres(), values, len(wide) > 1))
+        lines.append(Line(panel, curve.name, wide[0].centers(), values, len(wide) > 1))
     longest = max(each.length for each in curves)
     powers = range(0, math.ceil(math.log2(longest + 1)) + 1, 2)
     ticks = {float(2**n): str(2**n) for n in powers}

@@ -140,7 +140,7 @@ class Losses:
 
 
 # ---- Estimate how far a mean loss would move if other text of the same kind were scored ----
-# The losses of neighbouring tokens depend on each other, so their standard error is not that of as
+# The losses of neighboring tokens depend on each other, so their standard error is not that of as
 # many independent numbers. That of blocks of the text is taken instead, which depend on each other
 # the less the longer they are. The blocks depend on the text alone: every length, protocol and
 # checkpoint that scores the same text has the same ones, so that differences can be taken block by
@@ -148,7 +148,7 @@ class Losses:
 
 
 GROUPS = 32
-"""Neighbouring blocks are taken together to at most so many groups for an interval. More make the
+"""Neighboring blocks are taken together to at most so many groups for an interval. More make the
 interval itself less noisy; fewer, longer ones cover dependence over a longer distance. Measured on
 16,384 tokens of the demo's validation text (docs/decisions.md): 64 groups are 10 % too narrow."""
 COVERAGE = 0.95
@@ -287,7 +287,7 @@ class Binned(NamedTuple):
         losses = [sum(sums[each]) / n if n else math.nan for each, n in zip(ranges, counts)]
         return Binned(self.edges[[*starts, last]], losses, counts)
 
-    def centres(self) -> list[float]:
+    def centers(self) -> list[float]:
         """Return the geometric mean of each range, with positions counted from 1 for a log axis."""
         return [math.sqrt((first + 1) * end) for first, end in itertools.pairwise(self.edges)]
 

@@ -210,7 +210,7 @@ class Qwen3(_Windowed):
         *_BLOCK,
         _HEAD_DIM,
         _QKV_BIAS,
-        Ours("model.qk_layernorm", True, "{name} normalises queries and keys"),
+        Ours("model.qk_layernorm", True, "{name} normalizes queries and keys"),
         _NO_WINDOW,
     )
     layer: ClassVar = Llama.layer | {

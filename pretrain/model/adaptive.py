@@ -48,7 +48,7 @@ class AdaptiveInput(nn.Module):
     """
 
     def __init__(self, clusters: Sequence[Cluster], hidden_size: int) -> None:
-        """Allocate the weights, which `initialise` of `pretrain.model.gpt` fills.
+        """Allocate the weights, which `initialize` of `pretrain.model.gpt` fills.
 
         Args:
             clusters: The head, then the tails.
@@ -93,7 +93,7 @@ class AdaptiveSoftmax(nn.Module):
         dropout: float = 0.0,
         compiled: bool = False,
     ) -> None:
-        """Allocate the weights, which `initialise` of `pretrain.model.gpt` fills.
+        """Allocate the weights, which `initialize` of `pretrain.model.gpt` fills.
 
         Args:
             clusters: The head, then the tails.

@@ -147,7 +147,7 @@ def build_model(config: RunConfig, device: torch.device | None = None) -> list[G
         position = Positions(config)
         chunks = [_build_chunk(config, transformer, position, stage) for stage in virtual_stages]
     if device.type != "meta":
-        initialise(config, chunks)
+        initialize(config, chunks)
     dtype = platform.DTYPES[config.train.precision]
     return [chunk.to(device=device, dtype=dtype) for chunk in chunks]
 
@@ -191,7 +191,7 @@ def transformer_config(config: RunConfig) -> TransformerConfig:
         recompute_granularity=None if recompute == "none" else recompute,
         recompute_method="uniform" if recompute == "full" else None,
         recompute_num_layers=1 if recompute == "full" else None,
-        # `initialise` fills the weights.
+        # `initialize` fills the weights.
         perform_initialization=False,
         use_cpu_initialization=True,
         # Megatron's fusions of bias with GELU or SwiGLU and of bias with dropout and residual are
@@ -493,7 +493,7 @@ def _build_chunk(
         if table is not None:
             model.embedding.position_embeddings = table
         if config.model.embedding_layernorm:
-            _normalise_embeddings(model, NORMS[config.model.normalization])
+            _normalize_embeddings(model, NORMS[config.model.normalization])
         # Scale only the word embeddings, before the position table is added. A hook, because
         # Megatron's embedding has no such factor.
         scale = config.embedding_scale
@@ -513,11 +513,11 @@ def _rotate_own_part(model: GPTModel) -> None:
     model.rotary_pos_emb.register_forward_hook(lambda _m, _i, out: out[own_part(len(out))])
 
 
-def _normalise_embeddings(model: GPTModel, kind: type[LayerNorm | RMSNorm]) -> None:
+def _normalize_embeddings(model: GPTModel, kind: type[LayerNorm | RMSNorm]) -> None:
     """Add a norm on the word embeddings; a hook, because Megatron's embedding has none."""
     embedding, config = model.embedding, model.config
     # Where a position table is added, the sequence is split after that, and every tensor rank
-    # normalises all of it (megatron/core/models/common/embeddings/language_model_embedding.py).
+    # normalizes all of it (megatron/core/models/common/embeddings/language_model_embedding.py).
     is_partial = embedding.reduce_scatter_embeddings
     norm = kind(config, config.hidden_size, config.layernorm_epsilon, is_partial=is_partial)
     embedding.word_embeddings_layernorm = norm
@@ -678,7 +678,7 @@ def _global_name(name: str, chunk: GPTModel) -> str:
 
 
 @torch.no_grad()
-def initialise(config: RunConfig, chunks: list[GPTModel]) -> None:
+def initialize(config: RunConfig, chunks: list[GPTModel]) -> None:
     """Fill this rank's parameters with initial values.
 
     Weights are drawn from normal(0, model.init_method_std); word embeddings, a learned position

@@ -4,7 +4,7 @@ A head's bias is -slope * distance, and the weights limit the length of every qu
 their inputs are normalized. There is therefore a distance beyond which keys get no attention weight
 that matters, whatever the text. docs/reach.md has the theorem and its proof; this file computes it.
 
-**The gap.** Let u be a normalised row without gain and bias: its numbers sum to 0, and |u|^2 <= d
+**The gap.** Let u be a normalized row without gain and bias: its numbers sum to 0, and |u|^2 <= d
 for d channels. With the gain and bias of the norm and those of the projection,
 
     q_i = A u_i + a    k_j = B u_j + b    A, B = W diag(gain) (I - 11'/d)
@@ -87,7 +87,7 @@ def certificates(
         keys farther away than this many tokens sum to less than 2^-24. Infinite for a head whose
         slope is not positive, and in layers without slopes.
     """
-    tokens = _normalised_vocabulary(chunk)
+    tokens = _normalized_vocabulary(chunk)
     clip = math.inf if config.model.clip_qkv is None else config.model.clip_qkv
     device, heads = next(chunk.parameters()).device, chunk.position.heads
     found = torch.full((len(chunk.decoder.layers), heads.stop - heads.start), math.inf).double()
@@ -415,7 +415,7 @@ def _gap_of_tokens(q: Tensor, k: Tensor) -> float:
     return best
 
 
-def _normalised_vocabulary(chunk: GPTModel) -> Tensor | None:
+def _normalized_vocabulary(chunk: GPTModel) -> Tensor | None:
     """Return the normalized input of layer 0's attention for every token, fp64 [V, d].
 
     None if the inputs of the chunk are not rows of an embedding. Collective over tensor ranks.
@@ -435,11 +435,11 @@ def _normalised_vocabulary(chunk: GPTModel) -> Tensor | None:
     of_class = (
         nn.functional.layer_norm if isinstance(norm, nn.LayerNorm) else nn.functional.rms_norm
     )
-    normalised = _double(rows[0])
+    normalized = _double(rows[0])
     # Part by part: in fp64 a large vocabulary takes gigabytes.
-    for part in torch.split(normalised, 2**13):
+    for part in torch.split(normalized, 2**13):
         part.copy_(of_class(part, part.shape[1:], eps=norm.eps))
-    return normalised
+    return normalized
 
 
 def _double(x: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ NO_KERNEL = _names(
 )
 """Operators that only allocate or change metadata. Views are not listed, as torch marks them."""
 
-SYNCHRONISES = _names("nonzero masked_select equal _unique2 unique_dim is_nonzero")
+SYNCHRONIZES = _names("nonzero masked_select equal _unique2 unique_dim is_nonzero")
 """Operators that make the host wait for the device, because the shape or value of their result
 depends on data. `_local_scalar_dense` (item) is counted separately."""
 
@@ -315,7 +315,7 @@ class StepCounts:
     """By phase, class and name of the operator."""
     collectives: list[Collective] = field(default_factory=list)
     """In the order in which they were issued."""
-    synchronisations: Tally[tuple[Phase, str]] = field(default_factory=Tally)
+    synchronizations: Tally[tuple[Phase, str]] = field(default_factory=Tally)
     """How often the host waited for the device, by phase and cause."""
 
     def total(
@@ -430,10 +430,10 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's mo
         """
         self._add(kind, name, 1, num_bytes(read) + num_bytes(written))
 
-    def synchronised(self, cause: str) -> None:
+    def synchronized(self, cause: str) -> None:
         """Count one wait of the host for the device, and record the function that caused it."""
         if not self._paused:
-            self.counts.synchronisations[self.phase, f"{cause} in {_caller()}"] += 1
+            self.counts.synchronizations[self.phase, f"{cause} in {_caller()}"] += 1
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """Return a copy of a host's tensor on the device, without counting the copy."""
@@ -468,7 +468,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's mo
         name = op_name(func)
         if name == "_local_scalar_dense":
             if not on_host:
-                self.synchronised("item")
+                self.synchronized("item")
             if isinstance(args[0], FakeTensor):
                 return _nothing(args[0])
         # Results computed from values that the host knows have values in a simulation, too.
@@ -480,8 +480,8 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's mo
             for output in outputs:
                 mark_on_host(output)
             return result
-        if name in SYNCHRONISES:
-            self.synchronised(name)
+        if name in SYNCHRONIZES:
+            self.synchronized(name)
         # Views, and operators that allocate or change metadata, launch no kernel.
         is_kernel = not func.is_view and op_name(func) not in NO_KERNEL
         if is_kernel and any(t.numel() for t in (*outputs, *inputs)):
@@ -542,14 +542,14 @@ class _FunctionCounter(TorchFunctionMode):
         if func in _FACTORIES:
             return self._make(func, args, kwargs)
         if func in _READS_BACK and not _is_on_host(args[0]):
-            self.counter.synchronised(func.__name__)
+            self.counter.synchronized(func.__name__)
             if self.counter.work is not None and func is Tensor.tolist:
                 return _zeros(tuple(args[0].shape))
         if func is Tensor.to and isinstance(args[0], Tensor) and _is_on_host(args[0]):
             like = next((t for t in args[1:] if isinstance(t, Tensor)), None)
             if like is not None and not _is_on_host(like):
                 # Copied from pageable memory, as in `_make`.
-                self.counter.synchronised("to the device")
+                self.counter.synchronized("to the device")
                 return self.counter.to_device(args[0].to(like.dtype))
         return func(*args, **kwargs)
 
@@ -560,7 +560,7 @@ class _FunctionCounter(TorchFunctionMode):
         on_host = kwargs.get("device") is None
         if factory is torch.tensor and not on_host:
             # Copied from pageable memory, which waits for the device's stream.
-            self.counter.synchronised("tensor from Python values")
+            self.counter.synchronized("tensor from Python values")
         if not on_host and factory is not torch.tensor:
             return factory(*args, **kwargs)
         with (

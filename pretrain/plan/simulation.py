@@ -95,8 +95,8 @@ def to_table(config: RunConfig, layout: Layout, counts: dict[int, StepCounts]) -
         moved = sum(cost.bytes_moved for cost in passes) // layout.num_microbatches
         lines += [f"a micro batch: {launches:,.0f} launches, {size(moved)} read and written", ""]
         lines += [*_collective_lines(each.collectives), ""]
-        waits = sorted(each.synchronisations.items())
-        lines.append(f"the host waits for the device {each.synchronisations.total()} times")
+        waits = sorted(each.synchronizations.items())
+        lines.append(f"the host waits for the device {each.synchronizations.total()} times")
         lines += [f"  {phase}: {times} x {cause}" for (phase, cause), times in waits]
     return "\n".join(lines)
 
@@ -491,12 +491,12 @@ def _markers(counter: Counter, optimizer: ZeroOptimizer) -> Iterator[None]:
     ]
 
     def numbers(readback: platform.Readback) -> list[float]:
-        counter.synchronised("numbers")
+        counter.synchronized("numbers")
         with counter.paused():
             return read(readback)
 
     def synchronize() -> None:
-        counter.synchronised("synchronize")
+        counter.synchronized("synchronize")
 
     read = platform.Readback.numbers
     with contextlib.ExitStack() as stack:

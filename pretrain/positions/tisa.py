@@ -61,6 +61,6 @@ class Tisa(PositionMethod):
 
 def _gaussians(distances: Tensor, amplitudes: Tensor, widths: Tensor, offsets: Tensor) -> Tensor:
     # Distances are i - j, and the paper's formula has j - i.
-    from_centre = -distances - offsets[:, :, None]
-    kernels = (-widths.abs()[:, :, None] * from_centre**2).exp()
+    from_center = -distances - offsets[:, :, None]
+    kernels = (-widths.abs()[:, :, None] * from_center**2).exp()
     return (amplitudes[:, :, None] * kernels).sum(1)

@@ -16,7 +16,7 @@ from importlib import resources
 from markdown_it import MarkdownIt
 
 from pretrain.config import writing
-from pretrain.evaluation.claims import Judgement, judge
+from pretrain.evaluation.claims import Judgment, judge
 from pretrain.evaluation.figures import (
     BARS,
     TOKENS_OF_A_VALUE,
@@ -152,7 +152,7 @@ EARLY_EXPLAINED = (
 )
 
 
-def report(results: Results, judged: Sequence[Judgement]) -> Page:
+def report(results: Results, judged: Sequence[Judgment]) -> Page:
     """Return the report.
 
     Args:
@@ -193,7 +193,7 @@ def report(results: Results, judged: Sequence[Judgement]) -> Page:
     return page
 
 
-def _in_short(results: Results, judged: Sequence[Judgement]) -> str:
+def _in_short(results: Results, judged: Sequence[Judgment]) -> str:
     """Return the outcome in two sentences."""
     counts = Counter(each.verdict.short for each in judged)
     states = Counter(state.state for _, state in results.states)
@@ -217,7 +217,7 @@ def _warnings(results: Results) -> Iterable[str]:
 
 
 # ---- claims --------------------------------------------------------------------------------------
-def _verdicts(judged: Sequence[Judgement], model: str) -> str:
+def _verdicts(judged: Sequence[Judgment], model: str) -> str:
     """Return the table of verdicts, beside those on the published numbers of a model."""
     theirs = {each.claim.id: each.verdict for each in judge(published.evidence(model))}
     rows = [
@@ -233,7 +233,7 @@ def _verdicts(judged: Sequence[Judgement], model: str) -> str:
     return Table("Verdicts", header, rows, names=len(header)).markdown()
 
 
-def _claims(judged: Sequence[Judgement]) -> Iterable[str]:
+def _claims(judged: Sequence[Judgment]) -> Iterable[str]:
     """Yield the evidence for each verdict."""
     yield VERDICTS_EXPLAINED
     yield "Every case with its numbers is in claims.json."
@@ -261,10 +261,10 @@ def _claims(judged: Sequence[Judgement]) -> Iterable[str]:
         )
 
 
-def _seeds(judgement: Judgement) -> str:
+def _seeds(judgment: Judgment) -> str:
     """Return a remark on a verdict that is based on one seed."""
-    seeds = [case.seeds for case in judgement.deciding if case.seeds is not None]
-    decided = judgement.verdict in (Verdict.PASSES, Verdict.FAILS)
+    seeds = [case.seeds for case in judgment.deciding if case.seeds is not None]
+    decided = judgment.verdict in (Verdict.PASSES, Verdict.FAILS)
     return " (one seed: its noise is not known)" if decided and 1 in seeds else ""
 
 
@@ -381,7 +381,7 @@ def _nats(part: Gap) -> str:
     return f"{part.value:+.4f} ({part.low:+.4f} to {part.high:+.4f})"
 
 
-def claims_json(judged: Sequence[Judgement]) -> bytes:
+def claims_json(judged: Sequence[Judgment]) -> bytes:
     """Return claims.json: every claim with its verdict and all of its cases.
 
     An end of a ratio is null if it is unknown or not finite.

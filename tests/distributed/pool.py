@@ -46,7 +46,7 @@ class Pool:
         self._start()
 
     def _start(self) -> None:
-        # CUDA must not have been initialised before a fork.
+        # CUDA must not have been initialized before a fork.
         context = multiprocessing.get_context("spawn") if self.cuda else SERVER
         # Where rank 0 publishes its port.
         self._folder = tempfile.TemporaryDirectory()

@@ -66,7 +66,7 @@ def gradients(config: RunConfig, state: dict[str, Tensor], tokens: Tensor) -> di
 
 
 def embeddings(config: RunConfig, tokens: Tensor) -> dict[str, Tensor]:
-    """Compute what the first layer of a newly initialised model sees. On one process.
+    """Compute what the first layer of a newly initialized model sees. On one process.
 
     Args:
         config: The run's config.

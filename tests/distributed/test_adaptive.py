@@ -110,7 +110,7 @@ def test_a_model_equals_the_dense_reference(pools, layout, tied, fusion):
 
 
 @pytest.mark.parametrize("method", ["sinusoidal", "learned"])
-def test_adaptive_inputs_are_normalised_scaled_and_given_positions(pools, method):
+def test_adaptive_inputs_are_normalized_scaled_and_given_positions(pools, method):
     sections = {
         "model": {"embedding_layernorm": True, "embedding_scale": 3.0},
         "position": {"method": method},

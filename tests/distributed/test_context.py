@@ -138,7 +138,7 @@ def test_what_stays_with_its_owner_does_not_matter(pools, kind):
     qkv = [x.double() for x in draw(kind, 1024, 2, width=16)]
     firsts = compare(pools(4), 4, qkv, SLOPES)
     if kind in ("scale 1", "constant", "one-hot"):
-        assert firsts[3][0] >= 640, "a steep head needs no more than a sliver of its neighbour"
+        assert firsts[3][0] >= 640, "a steep head needs no more than a sliver of its neighbor"
     if kind == "giant key":
         assert firsts[3] == [0, 0], "a key that no window of fixed size would keep"
 

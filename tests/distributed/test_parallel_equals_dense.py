@@ -67,7 +67,7 @@ VARIANTS = {
         }
     },
     "alibi-embedding-norm": {"model": {"embedding_layernorm": True}},
-    # Here every tensor rank normalises the whole sequence, also under sequence parallelism.
+    # Here every tensor rank normalizes the whole sequence, also under sequence parallelism.
     "sinusoidal-embedding-norm": {"model": {"embedding_layernorm": True}},
     # GPT-2's embeddings, and the sinusoids that the paper of the Transformer states.
     "t5-unscaled": {"model": {"embedding_scale": 1.0}},

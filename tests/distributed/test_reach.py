@@ -30,7 +30,7 @@ MODELS = {
     "grouped": {"model": {"num_query_groups": 4, "use_bias": False}},
     "trained": {"position": {"trainable_slopes": True}, "model": {"embedding_layernorm": True}},
     "masked": {"train": {"objective": "masked"}, "model": {"normalization": "rmsnorm"}},
-    "normalised heads": {"model": {"normalization": "rmsnorm", "qk_layernorm": True}},
+    "normalized heads": {"model": {"normalization": "rmsnorm", "qk_layernorm": True}},
     "layernorms of heads": {"model": {"qk_layernorm": True, "num_query_groups": 4}},
     "fp16": {"train": {"precision": "fp16"}},
     "bf16": {"train": {"precision": "bf16"}, "model": {"use_bias": False}},
@@ -169,7 +169,7 @@ def maps(config: RunConfig, state: dict[str, Tensor], number: int, head: int) ->
     bias = p.get("self_attention.linear_qkv.bias", torch.zeros(weight[..., 0].numel()).double())
     group, bias = head // shared, bias.view(weight.shape[:3])
 
-    def normalised(x: Tensor, name: str) -> Tensor:
+    def normalized(x: Tensor, name: str) -> Tensor:
         if f"{name}.weight" not in p:
             return x
         if config.model.normalization == "rmsnorm":
@@ -179,8 +179,8 @@ def maps(config: RunConfig, state: dict[str, Tensor], number: int, head: int) ->
 
     def of(row: int, name: str) -> Any:
         def rows(x: Tensor) -> Tensor:
-            inputs = normalised(x, "input_layernorm")
-            return normalised(inputs @ weight[group, row].T + bias[group, row], name)
+            inputs = normalized(x, "input_layernorm")
+            return normalized(inputs @ weight[group, row].T + bias[group, row], name)
 
         return rows
 

@@ -73,7 +73,7 @@ class Budget(NamedTuple):
     """Bytes of elementwise kernels and copies in the passes, per token of the rank, rounded."""
     other_bytes: int
     """Bytes of all kernels outside of the passes."""
-    synchronisations: int
+    synchronizations: int
     """How often the host waits for the device."""
 
 
@@ -212,7 +212,7 @@ def budget(stages: Iterable[StepCounts]) -> Budget:
         sum(each.total().launches for each in stages) - launches,
         round(traffic / (MICRO_BATCHES * LENGTH)),
         sum(each.total().bytes_moved for each in stages) - moved,
-        sum(sum(each.synchronisations.values()) for each in stages),
+        sum(sum(each.synchronizations.values()) for each in stages),
     )
 
 
@@ -279,7 +279,7 @@ def test_what_the_ranks_did_with_their_time_travels_with_the_loss(monkeypatch, c
     after = counted.__wrapped__(case, "bf16")[1]
     assert lines(after.values()) == lines(before.values())
     for stage in before:
-        assert after[stage].synchronisations == before[stage].synchronisations
+        assert after[stage].synchronizations == before[stage].synchronizations
         more = sum(c.num_bytes for c in after[stage].collectives) - sum(
             c.num_bytes for c in before[stage].collectives
         )
@@ -342,7 +342,7 @@ def gathers(counts: StepCounts) -> list[Collective]:
     ],
 )
 def test_a_simulated_rank_does_what_a_real_one_does(pools, case, precision):
-    """Every collective and synchronisation, and every kernel except what differs by construction.
+    """Every collective and synchronization, and every kernel except what differs by construction.
 
     Real ranks compute on the CPU, so attention is SDPA on both sides and nothing is fused, and gloo
     adds copies to reduce-scatters.
@@ -362,7 +362,7 @@ def test_a_simulated_rank_does_what_a_real_one_does(pools, case, precision):
         rank = stage * world_size // config.parallel.pipeline_model_parallel_size
         simulated = as_plain(counts)
         assert simulated["collectives"] == real[rank]["collectives"]
-        assert simulated["synchronisations"] == real[rank]["synchronisations"]
+        assert simulated["synchronizations"] == real[rank]["synchronizations"]
         has_reduce_scatter = any("reduce_scatter" in c[1] for c in simulated["collectives"])
         assert _comparable(simulated, has_reduce_scatter) == _comparable(
             real[rank], has_reduce_scatter
@@ -388,7 +388,7 @@ def count_real_step(config: RunConfig) -> dict[str, Any]:
     Returns:
         "kernels": (launches, bytes) by (phase, class, operator);
         "collectives": (phase, name, group, group size, dtype, bytes, asynchronous), in order;
-        "synchronisations": times by (phase, cause).
+        "synchronizations": times by (phase, cause).
     """
     from pretrain import platform
     from pretrain.plan.operators import Counter
@@ -411,5 +411,5 @@ def as_plain(counts: Any) -> dict[str, Any]:
             (c.phase, c.name, c.group, c.group_size, c.dtype, c.num_bytes, c.asynchronous)
             for c in counts.collectives
         ],
-        "synchronisations": dict(counts.synchronisations),
+        "synchronizations": dict(counts.synchronizations),
     }

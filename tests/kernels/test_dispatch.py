@@ -137,7 +137,7 @@ def test_padded_heads_are_those_of_the_given_width(case, monkeypatch):
 
 @torch.no_grad()
 def test_half_precision_does_not_blur_far_keys():
-    """In bf16, dozens of neighbouring keys far back would share one bias."""
+    """In bf16, dozens of neighboring keys far back would share one bias."""
     length, block = 2048, 256
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(length, 1, 4, 16, generator=generator).bfloat16() for _ in range(3))

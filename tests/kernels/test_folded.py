@@ -64,9 +64,9 @@ def score_error_bound(
 @pytest.mark.parametrize("chunk", [1, 1024, folded.QUERY_CHUNK])
 def test_positions_are_exact(dtype, keys, chunk):
     """16 x 1024 and beyond: high + low is the position, in every copy of the two columns."""
-    centre = keys - min(chunk, keys) // 2
-    columns = folded.key_columns(keys, centre, dtype, torch.device("cpu")).double()
-    exact = torch.arange(keys, dtype=torch.float64) - centre
+    center = keys - min(chunk, keys) // 2
+    columns = folded.key_columns(keys, center, dtype, torch.device("cpu")).double()
+    exact = torch.arange(keys, dtype=torch.float64) - center
     base, factor = folded.POSITION_BASES[dtype], folded.SLOPE_FACTORS[dtype]
     for part in range(folded.SLOPE_PARTS):
         high, low = columns[:, 2 * part], columns[:, 2 * part + 1]
@@ -112,10 +112,10 @@ def test_scores_in_fp32_are_within_the_bound(dtype, slope, order):
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(queries, width, generator=generator).to(dtype)
     k = torch.randn(keys, width, generator=generator).to(dtype)
-    # The first queries of the chunk, which are furthest from its centre.
+    # The first queries of the chunk, which are furthest from its center.
     positions = torch.arange(queries) + keys - folded.QUERY_CHUNK
-    centre = keys - folded.QUERY_CHUNK // 2
-    columns = folded.key_columns(keys, centre, dtype, torch.device("cpu"))
+    center = keys - folded.QUERY_CHUNK // 2
+    columns = folded.key_columns(keys, center, dtype, torch.device("cpu"))
     slope_columns = folded.query_columns(torch.tensor([slope]), scale, dtype)
     wide_q = torch.cat([q, slope_columns.expand(queries, -1)], dim=1)
     wide_k = torch.cat([k, columns], dim=1)

@@ -50,8 +50,8 @@ def tisa(scores: Tensor, c: RunConfig, p: dict[str, Tensor]) -> Tensor:
     ahead = place[None, :] - place[:, None]
     for s in range(c.position.tisa_kernels):
         kinds = ("amplitudes", "widths", "offsets")
-        a, b, centre = (p[f"tisa_{kind}"][:, s].to(scores)[:, None, None] for kind in kinds)
-        scores = scores + a * torch.exp(-b.abs() * (ahead - centre) ** 2)
+        a, b, center = (p[f"tisa_{kind}"][:, s].to(scores)[:, None, None] for kind in kinds)
+        scores = scores + a * torch.exp(-b.abs() * (ahead - center) ** 2)
     return scores
 
 

@@ -68,7 +68,7 @@ def make_records(
         lengths: Window lengths; those below a run's training length are left out.
         seeds: Seeds; each has a run.
         spread: Half of every interval, in nats.
-        noise: How far the losses of two seeds with neighbouring numbers lie apart, in nats.
+        noise: How far the losses of two seeds with neighboring numbers lie apart, in nats.
     """
     return [
         make_record(

@@ -120,7 +120,7 @@ PLACES: list[dict[str, Any]] = [
     {"environment": {"MY_PASS": [HORSE]}},
     {"environment": [f"MY_PASS={HORSE}"]},
     {"environment": [{"MY_PASS": HORSE}]},
-    {"environment": {"MY_PASS": HORSE}, "colour": 1},
+    {"environment": {"MY_PASS": HORSE}, "color": 1},
     {"container": ["apptainer", "exec", "--env", f"MYTOKEN={HORSE}"]},
     {"container": ["srun", "--docker-password", HORSE]},
     {"container": f"apptainer --env MYTOKEN={HORSE}"},

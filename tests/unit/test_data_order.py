@@ -96,12 +96,12 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
 
 @pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (2**31, 50)])
 def test_a_million_samples_are_shuffled_well(seed, epoch):
-    """Displacement, neighbours and the place of neighbours, each within five deviations.
+    """Displacement, neighbors and the place of neighbors, each within five deviations.
 
     The displacement |image - index| of a random permutation of n has the triangular density
-    2 (n - d) / n^2, and so has the distance of the images of two neighbours. The serial correlation
+    2 (n - d) / n^2, and so has the distance of the images of two neighbors. The serial correlation
     has the standard deviation 1 / sqrt(n). A permutation has on average one fixed point, and one
-    pair of neighbours whose images are next to each other in this order; 12 or more of either
+    pair of neighbors whose images are next to each other in this order; 12 or more of either
     have a probability of 1e-9.
     """
     size, bins = 10**6, 1000

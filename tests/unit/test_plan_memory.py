@@ -68,7 +68,7 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "as Pythia, ReLU": {
         "model": {"parallel_residual": True, "hidden_act": "relu", "embedding_layernorm": True}
     },
-    "SwiGLU, RMSNorm, normalised heads": {
+    "SwiGLU, RMSNorm, normalized heads": {
         "position": {"method": "rotary"},
         "model": {
             "use_bias": False,
@@ -96,7 +96,7 @@ CORE = {
     # Eight slopes are no multiple of what a bucket is padded to.
     ("dp4", "trained slopes"),
     ("tp2dp2sp", "as MPT, untied"),
-    ("tp2dp2sp", "SwiGLU, RMSNorm, normalised heads"),
+    ("tp2dp2sp", "SwiGLU, RMSNorm, normalized heads"),
     ("pp2vpp2", "alibi"),
     ("tp2pp2sp", "recompute full"),
     ("cp4", "rotary, a quarter of grouped queries"),

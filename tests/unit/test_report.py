@@ -271,7 +271,7 @@ def test_a_users_matplotlibrc_changes_no_picture():
         assert by_length(curves) == drawn
 
 
-def test_a_method_has_one_colour_in_every_figure_and_a_training_length_one_panel():
+def test_a_method_has_one_color_in_every_figure_and_a_training_length_one_panel():
     def looks(*records):
         lines, _ = figures.lines_by_length(make_curves(records))
         return figures._looks(lines), {(line.panel, line.name) for line in lines}

@@ -62,7 +62,7 @@ def test_it_is_the_t_test_on_blocks_of_one_size():
         assert confidence_interval(losses, np.full(count, 100.0)) == pytest.approx(
             expected, rel=1e-11
         )
-    # Of more blocks, neighbours are taken together, here each two.
+    # Of more blocks, neighbors are taken together, here each two.
     losses = np.random.default_rng(0).standard_normal(64) + 3
     found = stats.ttest_1samp(losses.reshape(32, 2).mean(1), 0).confidence_interval(0.95)
     assert confidence_interval(losses, np.ones(64)) == pytest.approx(found, rel=1e-11)
@@ -78,7 +78,7 @@ def test_blocks_without_tokens_are_none():
 
 
 def ar1(generator: np.random.Generator, texts: int, tokens: int, phi: float) -> np.ndarray:
-    """Return losses [texts, tokens] of mean 3 and deviation 1 whose neighbours correlate by phi."""
+    """Return losses [texts, tokens] of mean 3 and deviation 1 whose neighbors correlate by phi."""
     noise = generator.standard_normal((tokens, texts)) * math.sqrt(1 - phi**2)
     losses, last = np.empty((tokens, texts)), generator.standard_normal(texts)
     for t in range(tokens):
@@ -100,7 +100,7 @@ def test_it_covers_the_mean_of_dependent_losses(phi, count):
     counts = np.full(count, 128.0)
     intervals = np.array([confidence_interval(text, counts) for text in sums])
     hits = int(((intervals[:, 0] <= 3) & (intervals[:, 1] >= 3)).sum())
-    # 950 of 1000, and three standard deviations of the count are 21. At phi = 0.9 neighbouring
+    # 950 of 1000, and three standard deviations of the count are 21. At phi = 0.9 neighboring
     # blocks correlate by 0.08: the interval of 32 groups or fewer is at most 8 % too narrow, which
     # holds the mean in 93 of 100.
     least = 929 if phi == 0 else 906

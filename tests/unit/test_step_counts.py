@@ -1,4 +1,4 @@
-"""Check the counter: costs of operators, phases, synchronisations, and what the command prints."""
+"""Check the counter: costs of operators, phases, synchronizations, and what the command prints."""
 
 from __future__ import annotations
 
@@ -128,15 +128,15 @@ def test_the_host_waits_for_values_of_the_device_alone(x):
     with Counter() as counter:
         torch.tensor(1.0).add_(1).item()
         torch.zeros(3).tolist()
-        assert counter.counts.synchronisations.total() == 0
+        assert counter.counts.synchronizations.total() == 0
         assert not counter.counts.kernels
         x.sum().item()
         x[0].tolist()
         bool(x[0, 0] > 0)
         torch.tensor([1.0], device="cpu")
-    causes = [cause.split(" in ")[0] for _, cause in counter.counts.synchronisations.elements()]
+    causes = [cause.split(" in ")[0] for _, cause in counter.counts.synchronizations.elements()]
     assert sorted(causes) == ["item", "item", "tensor from Python values", "tolist"]
-    assert all(__name__ in cause for _, cause in counter.counts.synchronisations)
+    assert all(__name__ in cause for _, cause in counter.counts.synchronizations)
 
 
 def test_what_a_rank_sends_and_what_shows():
@@ -292,7 +292,7 @@ def test_the_page_says_what_is_counted_between_ranks():
         buckets = len(buckets_of_rank(config, config.layout(128), 0))
         assert len(reduced) == len(gathered) == buckets
         assert {c.phase for c in reduced} == {Phase.BACKWARD}
-        exposed, waits = sum(c.is_exposed for c in reduced), counts.synchronisations.total()
+        exposed, waits = sum(c.is_exposed for c in reduced), counts.synchronizations.total()
         assert (exposed, waits, sum(c.is_exposed for c in gathered)) == (1, 1, 0)
     whole = load_config(LARGE)
     buckets = len(buckets_of_rank(whole, whole.layout(128), 0))
