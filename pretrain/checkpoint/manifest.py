@@ -20,7 +20,6 @@ import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -567,17 +566,6 @@ def changes_of(
     if moves_end(before, after, state.step):
         changes.append(("schedule.lr_end_step", before.lr_end_step, after.lr_end_step))
     return tuple(Change(state.step, *change, state.consumed_samples) for change in changes)
-
-
-def planned_changes(config: RunConfig, steps: int) -> tuple[Change, ...]:
-    """Return the changes that a checkpoint after `steps` steps has by the run's [[phases]]."""
-    changes: list[Change] = []
-    samples = 0
-    for before, after in pairwise(part for part in config.parts if part.first < max(steps, 1)):
-        samples += before.tokens // before.config.data.sequence_length
-        found, state = differences(before.config, after.config), TrainerState(after.first, samples)
-        changes += changes_of(found, before.config, after.config, state)
-    return tuple(changes)
 
 
 def moves_end(before: RunConfig, after: RunConfig, steps: int) -> bool:

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
+from typing import Any
 
 from pretrain.config import ConfigError, EvaluationRequest, RunFailed, dump_config, writing
 from pretrain.config.errors import say
@@ -124,9 +125,13 @@ def _request(study: Study, run: StudyRun) -> EvaluationRequest:
     return dataclasses.replace(request, lengths=reached)
 
 
-COSTS = {"model", "parallel", "batch", "train", "evaluation"}
-"""Sections with keys that decide speed or memory and do not change training. What changes training
-may cost time as well, so all of it counts."""
+COSTS: Any = {
+    **dict.fromkeys(("model", "parallel", "batch"), True),
+    "train": {"recompute_granularity", "fusion"},
+    "evaluation": {"tokens_per_batch"},
+}
+"""Keys that decide speed or memory and do not change training. What changes training may cost time
+as well, so all of it counts."""
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ import tomli_w
 from pydantic import Field, PositiveInt, ValidationError
 
 from pretrain.checkpoint.format import DamagedCheckpoint
-from pretrain.checkpoint.manifest import Change, data_hashes, open_checkpoint, planned_changes
+from pretrain.checkpoint.manifest import Change, data_hashes, open_checkpoint
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, dump_config, load_config
 from pretrain.config.load import expand_path, explain, read_values
 from pretrain.config.schema import Effect, Section
-from pretrain.config.trajectory import data_differences, differences
+from pretrain.config.trajectory import data_differences, differences, scheduled_changes
 from pretrain.data.stream import open_stream
 from pretrain.evaluation.records import Table, grouped, read_records, records_json
 from pretrain.evaluation.windows import SLIDING
@@ -38,7 +38,7 @@ from pretrain.rundir.checkpoints import (
 from pretrain.rundir.files import make_directory, read_json, read_text, replace_file, replace_json
 from pretrain.rundir.jobs import check_goes_on, is_done, missing_data
 from pretrain.rundir.metrics import is_evaluation, read_metrics
-from pretrain.rundir.paths import ENDED_WELL, Outcome, in_words
+from pretrain.rundir.paths import ENDED_WELL, Outcome, RunPaths, in_words
 
 FIELDS = ("config", "methods", "training_lengths", "tokens_per_step")
 """Keys that make runs from one config. They have no meaning together with `configs`."""
@@ -469,9 +469,9 @@ def _check_evaluation(study: Study) -> None:
             )
 
 
-Trained = tuple[RunConfig, Mapping[str, str], Sequence[Change], int, Path]
-"""The config of the last phase that was trained, the hashes of its data, the changes on the way,
-the steps taken, and the path that says so."""
+Trained = tuple[list[RunConfig], Mapping[str, str], Sequence[Change], Path]
+"""The configs of the phases that were trained, the hashes of their data, the changes on the way,
+and the path that says so."""
 
 
 def _trained(run: StudyRun) -> Iterator[Trained]:
@@ -480,10 +480,8 @@ def _trained(run: StudyRun) -> Iterator[Trained]:
     Both count, because a run may have been trained on since it was recorded.
     """
     if recorded := read_json(run.record / RECORD):
-        config, data = load_config(run.record / CONFIG), recorded.get("data", {})
-        changes = planned_changes(config, config.train.num_steps)
-        steps = run.config.train.num_steps
-        yield config.parts[-1].config, data, changes, steps, run.record
+        parts = [part.config for part in load_config(run.record / CONFIG).parts]
+        yield parts, recorded.get("data", {}), (), run.record
     for path in complete_checkpoints(run.config.directory)[-1:]:
         try:
             checkpoint = open_checkpoint(path)
@@ -491,8 +489,11 @@ def _trained(run: StudyRun) -> Iterator[Trained]:
             # Training resumes from the checkpoint before it; for a finished run, the evaluation
             # reports the damage.
             return
-        origin, steps = checkpoint.origin, checkpoint.trainer_state.step
-        yield checkpoint.config, origin.data, origin.changes, steps, path
+        origin, whole = checkpoint.origin, load_config(RunPaths(run.config.directory).config)
+        # The phases before that of the last step that was taken.
+        number = whole.phase_after(max(checkpoint.trainer_state.step - 1, 0)).number
+        earlier = [part.config for part in whole.parts[: number - 1]]
+        yield [*earlier, checkpoint.config], origin.data, origin.changes, path
 
 
 def _other_experiment(run: StudyRun) -> Iterator[str]:
@@ -502,34 +503,33 @@ def _other_experiment(run: StudyRun) -> Iterator[str]:
     study every key has one value, so changes that were allowed during the run count as differences.
     Where the data is not built, the keys that decide it are compared in place of its hashes.
     """
-    for before, data, changes, steps, path in _trained(run):
-        # The phase of the last step that was taken.
-        after = run.config.phase_after(max(steps - 1, 0)).config
+    for parts, data, changes, path in _trained(run):
+        pairs = zip(parts, (part.config for part in run.config.parts))
+        both = (each for before, after in pairs for each in differences(before, after))
         # Where data lies may differ between machines.
-        found = [each for each in differences(before, after) if each.key != "data.directory"]
+        found = [each for each in both if each.key != "data.directory"]
         if missing_data(run.config) is None:
             # The hashes decide, whichever keys the data was built with.
             found = [each for each in found if each.effect is not Effect.CONTENT]
             streams = open_stream(run.config, "train"), open_stream(run.config, "validation")
             found += data_differences(data, data_hashes(streams), run.config.data.directory)
-        remove = path if path == run.record else run.config.directory
         remedy = (
             "A study does not mix experiments: put it back, name another directory for this "
-            f"study, or remove {remove}"
+            f"study, or remove {path if path == run.record else run.config.directory}"
         )
-        for each in found:
+        # A key may differ in several phases.
+        for each in {(d.key, d.data): d for d in reversed(found)}.values():
             # Data counts even if FREE: with another validation text, losses could not be compared.
             if each.effect is not Effect.FREE or each.data:
                 note = each.data or "its data is not built here" * (each.effect is Effect.CONTENT)
                 what = f"{each.key} ({note})" if note else each.key
                 yield f"{what} = {each.after}: {path} was trained with {each.before}. {remedy}"
-        made, planned = (
-            {(c.step, c.key, str(c.before), str(c.after)) for c in each}
-            for each in (changes, planned_changes(run.config, steps))
-        )
-        for step, key, old, new in sorted(made ^ planned):
-            did = "was" if (step, key, old, new) in made else "was not"
-            yield f"{key}: {did} changed from {old} to {new} after step {step} of {path}. {remedy}"
+        for change in changes:
+            if change.key not in scheduled_changes(run.config, change.step):
+                yield (
+                    f"{change.key}: was changed from {change.before} to {change.after} after step "
+                    f"{change.step} of {path}. {remedy}"
+                )
 
 
 # ---- Keep what a report needs of a finished run, without its weights ----
@@ -572,9 +572,11 @@ def check_records(study: Study) -> None:
         record = run.record / RECORD
         is_alone = not newest_checkpoint_step(run.config.directory)
         if record.exists() and is_alone and not is_recorded(study, run):
+            has = read_json(record).get("asked", {})
+            other = {k: has.get(k) for k, v in asked_of(study).items() if has.get(k) != v}
             raise ConfigError(
-                f"{study.file}: [evaluation] asks for what {record} does not have, and {run.name} "
-                "has no checkpoint to evaluate. Put it back, or train it again with --again"
+                f"{study.file}: [evaluation]: {record} has {other}, and no checkpoint to evaluate "
+                "otherwise. Set that (default lengths follow the training lengths), or --again"
             )
 
 
