@@ -7,8 +7,7 @@ import warnings
 
 # CUDA cannot be used in a process forked from one that has initialized it. The commands run on the
 # CPU.
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
-os.environ["DS_ACCELERATOR"] = "cpu"
+os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 warnings.simplefilter("ignore")
 
 for name in (
@@ -22,6 +21,7 @@ for name in (
     "pretrain.evaluation.command",
     "pretrain.huggingface.export",
     "tests.end_to_end.forks",
+    "torch.utils.tensorboard",
 ):
     try:
         importlib.import_module(name)
