@@ -26,7 +26,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 
 class Effect(StrEnum):
-    """What changing a key means for a run that resumes from a checkpoint.
+    """The meaning of a changed key for a run that resumes from a checkpoint.
 
     The effect is declared with the key, as `Free[int]` in place of `int`. A key without one takes
     the `EFFECT` of its section. A section whose keys have different effects has no `EFFECT`, so
@@ -41,9 +41,8 @@ class Effect(StrEnum):
     TRAJECTORY = "trajectory"
     """Training continues differently. Refused unless `--allow-changed` names the key."""
     CONTENT = "content"
-    """Says what the data is or where it lies. The built data is identified by its hash, so the key
-    may change as long as the hash does not. Other data is refused unless `--allow-changed` names
-    data.directory, or data.tokenizer if it has another tokenizer."""
+    """Says what the data is or where it lies. May change while the hash of the built data does not.
+    Other data is refused unless `--allow-changed` names data.directory, or data.tokenizer."""
     FREE = "free"
     """Changes only where the same training happens, how fast, or how much it prints."""
     OUTCOME = "outcome"
@@ -440,8 +439,7 @@ class RecoverySection(Section):
     step, because a step is reported only while the next one runs."""
 
     startup_seconds: Free[float] = Field(default=1800, gt=0, allow_inf_nan=False)
-    """Time limit in seconds for start-up, for loading a checkpoint and for saving one, each as a
-    whole."""
+    """Time limit in seconds for each of start-up, loading a checkpoint and saving one."""
 
     max_restarts: Free[int] = Field(default=3, ge=0)
     """How many failures in a row, with no new checkpoint between them, are answered by a restart.
@@ -718,8 +716,7 @@ class ModelSection(Section):
     Qwen2 does."""
 
     tie_word_embeddings: bool = True
-    """Use the input embedding as the output layer too. false trains a second matrix of the same
-    size."""
+    """Use the input embedding as the output layer too. If false, a second matrix is trained."""
 
     adaptive_cutoffs: tuple[PositiveInt, ...] | None = Field(default=None, strict=False)
     """[20000, 60000]: adaptive inputs and an adaptive softmax, as in Baevski and Auli 2019 and in

@@ -570,13 +570,13 @@ def check_records(study: Study) -> None:
     """
     for run in study.runs:
         record = run.record / RECORD
-        is_alone = not newest_checkpoint_step(run.config.directory)
-        if record.exists() and is_alone and not is_recorded(study, run):
+        has_weights = newest_checkpoint_step(run.config.directory)
+        if record.exists() and not has_weights and not is_recorded(study, run):
             has = read_json(record).get("asked", {})
             other = {k: has.get(k) for k, v in asked_of(study).items() if has.get(k) != v}
             raise ConfigError(
-                f"{study.file}: [evaluation]: {record} has {other}, and no checkpoint to evaluate "
-                "otherwise. Set that (default lengths follow the training lengths), or --again"
+                f"{study.file}: [evaluation]: {record} has {other}, and no checkpoint is there to "
+                "evaluate. Set these values (lengths follow training_lengths), or give --again"
             )
 
 
