@@ -295,8 +295,7 @@ def in_order(*methods: str) -> Form:
         for (protocol, trained), group in groups.items():
             names = list(dict.fromkeys(curve.method for curve in group))
             longest = max(set.intersection(*map(_from_4, group)), default=0)
-            parts: list[Case] = []
-            others: list[Case] = []
+            parts, others = list[Case](), list[Case]()
             for a, b in itertools.combinations(group, 2):
                 apart = names.index(b.method) - names.index(a.method)
                 for length in sorted(_from_4(a) & _from_4(b)) if apart else ():

@@ -489,7 +489,8 @@ def _trained(run: StudyRun) -> Iterator[Trained]:
             # Training resumes from the checkpoint before it; for a finished run, the evaluation
             # reports the damage.
             return
-        origin, whole = checkpoint.origin, load_config(RunPaths(run.config.directory).config)
+        origin, file = checkpoint.origin, RunPaths(run.config.directory).config
+        whole = load_config(file) if file.exists() else checkpoint.config
         # The phases before that of the last step that was taken.
         number = whole.phase_after(max(checkpoint.trainer_state.step - 1, 0)).number
         earlier = [part.config for part in whole.parts[: number - 1]]
