@@ -118,7 +118,11 @@ def fetch(package: str, version: str, sha256: str, folder: Path) -> Path:
     """Return the file of a package, downloaded where it is missing, and checked."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (files := list(folder.glob(f"{package}_*.deb"))):
-        subprocess.run(["apt-get", "download", f"{package}={version}"], cwd=folder, check=True)
+        if subprocess.run(["apt-get", "download", f"{package}={version}"], cwd=folder).returncode:
+            sys.exit(
+                f"apt-get cannot download {package} {version}. Run apt-get update and then this "
+                f"again, or put the file from snapshot.debian.org into {folder.resolve()}"
+            )
         files = list(folder.glob(f"{package}_*.deb"))
     if digest(files[0].read_bytes()) != sha256:
         sys.exit(
