@@ -260,7 +260,10 @@ def in_equal_time(evidence: Evidence, judge: Judge) -> Iterator[Case]:
             words = f"L = {length}: how long the runs were trained is not known"
             yield Case(Verdict.MISSING, words, length)
             continue
-        times = steps[0] / steps[1] / statistics.median(timed[length])
+        tokens = [each.counts("trained_tokens")[:1] for each in (alibi, other)]
+        # Speeds are tokens a second. Published runs that are compared have equally many a step.
+        [of_alibi], [of_other] = tokens if all(tokens) else ([step] for step in steps)
+        times = of_alibi / of_other / statistics.median(timed[length])
         if abs(times - 1) <= EQUAL_TIME:
             yield compare(alibi, 2 * length, other, 2 * length, judge)
         else:
@@ -299,10 +302,12 @@ def in_order(*methods: str) -> Form:
             for a, b in itertools.combinations(group, 2):
                 apart = names.index(b.method) - names.index(a.method)
                 for length in sorted(_from_4(a) & _from_4(b)) if apart else ():
-                    is_part = apart == 1 and length == longest
-                    if length >= longest:
-                        compared = compare_alike(a, b, length, judge)
-                        (parts if is_part else others).append(compared)
+                    compared = compare_alike(a, b, length, judge)
+                    if apart == 1 and length == longest:
+                        parts.append(compared)
+                    elif length >= longest:
+                        is_reversed = compare_alike(b, a, length, judge).verdict == Verdict.PASSES
+                        others += [compared] * is_reversed
             without = ", ".join(each for each in methods if each not in names)
             if len(names) > 1 and (without or not longest):
                 words = f"no length from 4 L to 16 L of {without or 'all methods'} was evaluated"
@@ -312,7 +317,7 @@ def in_order(*methods: str) -> Form:
             is_whole = not without and len(known) == len(names) - 1
             left_out = Verdict.MISSING if is_whole else Verdict.PASSES
             yield from (part for part in parts if part.verdict != left_out)
-            yield from (case for case in others if case.verdict == Verdict.FAILS)
+            yield from others
 
     return cases
 

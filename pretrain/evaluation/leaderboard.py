@@ -67,6 +67,8 @@ class Measured(Checked, extra="allow"):
     bits_per_byte: float | None
     text: Words | None = None
     parameters: Count | None = None
+    trained_tokens: Count | None = None
+    training_flop: float | None = None
     blocks: dict[Literal["losses", "tokens"], list[float]] | None = None
 
     @model_validator(mode="after")
@@ -184,7 +186,8 @@ def read_rows(directory: Path) -> list[Row]:
     """Return the evaluations of all entries with their ranks, the best of each group first.
 
     A rank is one more than the number of rows of the group that are better by more than rounding
-    and the noise of the text, so that rows which the text cannot tell apart share a rank.
+    and the noise of the text, so that rows which the text cannot tell apart share a rank. A row
+    without an interval has no rank.
 
     Raises:
         ConfigError: There is no entry, or a file is not an entry.
@@ -206,7 +209,7 @@ def read_rows(directory: Path) -> list[Row]:
     ranked = []
     for members in _grouped(rows):
         for row in members:
-            is_known = row.group["text"] and math.isfinite(row.bits.value)
+            is_known = row.group["text"] and math.isfinite(row.bits.low)
             better = sum(is_better(other, row) for other in members)
             ranked.append(row._replace(rank=1 + better if is_known else None))
     return sorted(ranked, key=lambda row: (*row.group.values(), row.rank is None, row.bits))

@@ -197,9 +197,8 @@ def _open(path: Path, nproc: int | None, only: str, again: bool = False) -> Stud
     study = resolve(path, load_study_file(path))
     check_directory(study)
     check_runs(study, nproc)
-    if not again:
-        check_records(study)
-    _matching(states_of(study), only)
+    chosen = _matching(states_of(study), only)
+    check_records(study, {run.name for run, _ in chosen} if again else ())
     for line in other_differences(study):
         say(f"{path}: the runs differ in more than method, length and seed: {line}")
     return study
@@ -292,11 +291,16 @@ def _work(work: Work) -> int:
             return _submit(work, left)
         _train(work, left)
         states = work.record()
-    compared = [compare_losses(run) for run in again if state_of(run).state == FINISHED]
-    for _, line in compared:
+    compared = {run.name: compare_losses(run) for run in again if state_of(run).state == FINISHED}
+    for _, line in compared.values():
         say(line)
-    code = _report(work, states)
-    return code if all(same for same, _ in compared) else ExitCode.FAILED
+    # A run with other losses is not evaluated, because that would replace its record.
+    other = {
+        name: State(FAILED, line.removeprefix(f"{name}: "))
+        for name, (same, line) in compared.items()
+        if not same
+    }
+    return _report(work, [(run, other.get(run.name, state)) for run, state in states])
 
 
 # ---- data and training ---------------------------------------------------------------------------

@@ -526,12 +526,15 @@ def by_compute(study: Study, parts: Sequence[Results]) -> Page:
     """
     found: dict[tuple[str, str], dict[str, tuple[float, Gap]]] = {}
     for part in parts:
-        for panel, (first, *others) in in_panels(part.curves).items():
-            for multiple, curve in itertools.product(LENGTH_FACTORS, others):
+        for panel, curves in in_panels(part.curves).items():
+            # The same method at all sizes, whichever runs are there.
+            bases = [curve for curve in curves if curve.method == study.runs[0].method][:1]
+            others = [curve for curve in curves if curve not in bases]
+            for multiple, first, curve in itertools.product(LENGTH_FACTORS, bases, others):
                 length = multiple * curve.train_length
                 if length in curve.records and length in first.records:
                     flop = number(curve.records[length][0].get("training_flop"))
-                    place = f"{panel}, at {relative_length(multiple)}", curve.method
+                    place = f"{panel}, at {relative_length(multiple)}", curve.name
                     of = flop, gap(curve, length, first, length)
                     found.setdefault(place, {})[part.study.size] = of
     page = Page(f"# {plain(study.title)}", SIZES_EXPLAINED)

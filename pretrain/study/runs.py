@@ -12,7 +12,7 @@ import json
 import math
 import operator
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,7 +28,7 @@ from pretrain.config.schema import Effect, Section
 from pretrain.config.trajectory import data_differences, differences, scheduled_changes
 from pretrain.data.stream import open_stream
 from pretrain.evaluation.records import Table, grouped, read_records, records_json
-from pretrain.evaluation.windows import SLIDING
+from pretrain.evaluation.windows import NONOVERLAPPING, SLIDING
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.checkpoints import (
     complete_checkpoints,
@@ -469,9 +469,9 @@ def _check_evaluation(study: Study) -> None:
             )
 
 
-Trained = tuple[list[RunConfig], Mapping[str, str], Sequence[Change], Path]
-"""The configs of the phases that were trained, the hashes of their data, the changes on the way,
-and the path that says so."""
+Trained = tuple[list[RunConfig], list[RunConfig], Mapping[str, str], Sequence[Change], Path]
+"""The configs of the phases that were trained, those that the study asks for up to there, the
+hashes of the data, the changes on the way, and the path that says so."""
 
 
 def _trained(run: StudyRun) -> Iterator[Trained]:
@@ -479,9 +479,10 @@ def _trained(run: StudyRun) -> Iterator[Trained]:
 
     Both count, because a run may have been trained on since it was recorded.
     """
+    asked = [part.config for part in run.config.parts]
     if recorded := read_json(run.record / RECORD):
         parts = [part.config for part in load_config(run.record / CONFIG).parts]
-        yield parts, recorded.get("data", {}), (), run.record
+        yield parts, asked, recorded.get("data", {}), (), run.record
     for path in complete_checkpoints(run.config.directory)[-1:]:
         try:
             checkpoint = open_checkpoint(path)
@@ -490,11 +491,15 @@ def _trained(run: StudyRun) -> Iterator[Trained]:
             # reports the damage.
             return
         origin, file = checkpoint.origin, RunPaths(run.config.directory).config
-        whole = load_config(file) if file.exists() else checkpoint.config
-        # The phases before that of the last step that was taken.
-        number = whole.phase_after(max(checkpoint.trainer_state.step - 1, 0)).number
-        earlier = [part.config for part in whole.parts[: number - 1]]
-        yield [*earlier, checkpoint.config], origin.data, origin.changes, path
+        # The phase of the last step that was taken, and those before it.
+        last = max(checkpoint.trainer_state.step - 1, 0)
+        asked = asked[: run.config.phase_after(last).number]
+        if file.exists():
+            whole = load_config(file)
+            earlier = [part.config for part in whole.parts[: whole.phase_after(last).number - 1]]
+        else:
+            earlier, asked = [], asked[-1:]
+        yield [*earlier, checkpoint.config], asked, origin.data, origin.changes, path
 
 
 def _other_experiment(run: StudyRun) -> Iterator[str]:
@@ -504,12 +509,11 @@ def _other_experiment(run: StudyRun) -> Iterator[str]:
     study every key has one value, so changes that were allowed during the run count as differences.
     Where the data is not built, the keys that decide it are compared in place of its hashes.
     """
-    for parts, data, changes, path in _trained(run):
-        pairs = zip(parts, (part.config for part in run.config.parts))
-        both = (each for before, after in pairs for each in differences(before, after))
+    for parts, asked, data, changes, path in _trained(run):
+        both = (each for before, after in zip(parts, asked) for each in differences(before, after))
         # Where data lies may differ between machines.
         found = [each for each in both if each.key != "data.directory"]
-        if missing_data(run.config) is None:
+        if data and missing_data(run.config) is None:
             # The hashes decide, whichever keys the data was built with.
             found = [each for each in found if each.effect is not Effect.CONTENT]
             streams = open_stream(run.config, "train"), open_stream(run.config, "validation")
@@ -518,6 +522,8 @@ def _other_experiment(run: StudyRun) -> Iterator[str]:
             "A study does not mix experiments: put it back, name another directory for this "
             f"study, or remove {path if path == run.record else run.config.directory}"
         )
+        if len(parts) != len(asked):
+            yield f"phases = {len(asked)}: {path} was trained with {len(parts)}. {remedy}"
         # A key may differ in several phases.
         for each in {(d.key, d.data): d for d in reversed(found)}.values():
             # Data counts even if FREE: with another validation text, losses could not be compared.
@@ -559,17 +565,21 @@ def asked_of(study: Study) -> dict[str, Any]:
 def is_recorded(study: Study, run: StudyRun) -> bool:
     """Return True if a run's record is complete and has all that the study asks to evaluate."""
     recorded, asked = read_json(run.record / RECORD).get("asked", {}), asked_of(study)
-    # Which tokens are scored does not depend on the lengths.
-    has_all = {*recorded.get("lengths", ())} >= {*asked["lengths"]}
-    return has_all and recorded | {"lengths": asked["lengths"]} == asked
+    if SLIDING not in asked["protocols"]:
+        del asked["stride"]
+    # Which tokens are scored does not depend on the lengths and protocols.
+    more = ("lengths", "protocols")
+    has_all = all({*recorded.get(key, ())} >= {*asked.pop(key)} for key in more)
+    return has_all and all(recorded.get(key) == value for key, value in asked.items())
 
 
-def check_records(study: Study) -> None:
+def check_records(study: Study, again: Collection[str] = ()) -> None:
     """Raise ConfigError if records lack what the study asks, and no weights are there to evaluate.
 
-    Without this check, the runs of a study that others trained would be trained again.
+    Without this check, the runs of a study that others trained would be trained again, except for
+    those named in `again`.
     """
-    for run in study.runs:
+    for run in (each for each in study.runs if each.name not in again):
         record = run.record / RECORD
         has_weights = newest_checkpoint_step(run.config.directory)
         if record.exists() and not has_weights and not is_recorded(study, run):
@@ -606,9 +616,19 @@ def write_record(study: Study, run: StudyRun, records: Sequence[Mapping[str, Any
 
 def records_of(study: Study) -> list[dict[str, Any]]:
     """Return the records of the evaluations done so far, in the study's order."""
-    runs = [run for run in study.runs if is_recorded(study, run)]
-    records = [record for run in runs for record in read_records(run.record / CURVE)]
-    return [record for record in records if record["length"] in study.lengths]
+    left_out = {NONOVERLAPPING, SLIDING} - {*study.asked.evaluation.protocols}
+    found = []
+    for run in (run for run in study.runs if is_recorded(study, run)):
+        file = run.record / CURVE
+        rows = [r for r in read_records(file) if r["length"] in study.lengths]
+        lengths = {r["length"] for r in rows if Path(r["run"]).name == run.name}
+        if lacks := {*study.lengths} - lengths:
+            raise ConfigError(
+                f"{file}: has no perplexity of {run.name} at {min(lacks)} tokens, which {RECORD} "
+                f"lists. Put the file back, or remove {run.record} to evaluate or train again"
+            )
+        found += [r for r in rows if r["protocol"] not in left_out]
+    return found
 
 
 def compare_losses(run: StudyRun) -> tuple[bool, str]:
@@ -618,7 +638,7 @@ def compare_losses(run: StudyRun) -> tuple[bool, str]:
         Whether all are equal, and a line that says so or names the first difference.
     """
     now, then = (
-        {row["step"]: row[LOSS] for row in read_metrics(path) if not is_evaluation(row)}
+        {r["step"]: r[LOSS] for r in read_metrics(path) if LOSS in r and not is_evaluation(r)}
         for path in (run.config.directory / METRICS, run.record / METRICS)
     )
     other = [step for step in sorted(now.keys() | then.keys()) if now.get(step) != then.get(step)]
