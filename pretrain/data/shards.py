@@ -317,12 +317,6 @@ def parse_manifest(content: bytes, path: str | Path) -> Manifest:
         manifest = Manifest.model_validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
-        if first["loc"] == ("format_version",) and first["input"] in range(1, FORMAT_VERSION):
-            raise ConfigError(
-                f"{path}: made by an earlier version (format_version = {first['input']}, this one "
-                f"reads {FORMAT_VERSION}). Build it again: remove {str(path).rsplit('/', 2)[0]} "
-                "and run `pretrain data build CONFIG`"
-            ) from None
         reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise ConfigError(f"{path}: not a valid manifest ({reason}). {advice}") from None
     # A manifest has exactly one spelling, so comparing bytes finds any change.

@@ -490,7 +490,7 @@ def verify(directory: str | Path) -> None:
         except (ConfigError, RunFailed) as error:
             found.append(str(error))
     try:
-        # Without a manifest the version of the record is not known.
+        # Without a manifest nothing says which data set the record should be of.
         record = build_record(data_set, *manifests) if manifests else {"files": {}}
         todo += ((data_set, name, *sealed_as) for name, sealed_as in record["files"].items())
     except (ConfigError, RunFailed) as error:

@@ -78,7 +78,6 @@ from pretrain.data.shards import (
     Split,
     TaskShards,
     finish_split,
-    parse_manifest,
     place,
     sealed,
     unsealed,
@@ -197,9 +196,6 @@ def _is_up_to_date(directory: Path, plan: Plan) -> bool:
         return False
     remedy = f"Choose another data.directory, or remove {directory} to build it anew"
     if unsealed(read_text(directory / BUILD_RECORD, most=None)) is None:
-        if (manifest := directory / SPLITS[0] / MANIFEST).exists():
-            # For a data set of an earlier version, this raises an error that says so.
-            parse_manifest(manifest.read_bytes(), manifest)
         raise ConfigError(
             f"data.directory = {directory}: exists, but holds no finished data set "
             f"({BUILD_RECORD} is missing or damaged). {remedy}"
