@@ -7,9 +7,9 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -50,20 +50,29 @@ def document_hash(text: str) -> int:
     return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"))
 
 
-class _WordHashes(dict[bytes, int]):
-    """A cache from words to their hashes."""
+W = TypeVar("W", str, bytes)
+V = TypeVar("V")
+MAX_WORDS, MAX_WORD_LENGTH = 1 << 18, 64
 
-    def __missing__(self, word: bytes) -> int:
-        value = xxhash.xxh3_64_intdigest(word)
-        # Long words are not kept: they are rare, and would need unbounded memory.
-        if len(word) <= 32:
-            if len(self) >= 1 << 18:
+
+class WordCache(dict[W, V]):
+    """Maps words to what a function returns for them, which is computed when first asked for."""
+
+    def __init__(self, compute: Callable[[W], V]) -> None:
+        """Begin with an empty cache, which is emptied again when it has MAX_WORDS words."""
+        self._compute: Callable[[W], V] = compute
+
+    def __missing__(self, word: W) -> V:
+        value = self._compute(word)
+        # Longer words are not kept: they are rare, and would need unbounded memory.
+        if len(word) <= MAX_WORD_LENGTH:
+            if len(self) >= MAX_WORDS:
                 self.clear()
             self[word] = value
         return value
 
 
-_known = _WordHashes()
+_known: WordCache[bytes, int] = WordCache(xxhash.xxh3_64_intdigest)
 
 
 def word_hashes(text: str) -> Hashes:

@@ -13,7 +13,7 @@ import re
 from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from tokenizers import decoders, normalizers
 from tokenizers.models import BPE
 
 from pretrain.config import ConfigError
-from pretrain.data.clean import chunks
+from pretrain.data.clean import WordCache, chunks
 from pretrain.data.shards import DICTIONARY, JSON, MODEL, TOKENIZER_FILES
 
 PROBES = (
@@ -183,10 +183,6 @@ SPACE = "▁"
 """U+2581, which SentencePiece uses for a space."""
 PART_CHARACTERS = 1 << 20
 """Approximate characters that are cut into words at once, to limit memory."""
-MAX_WORDS = 1 << 18
-"""Number of words in the cache, which is emptied when it is full."""
-MAX_WORD_CHARACTERS = 64
-"""Longer words are not cached."""
 
 
 WORD = re.compile(rf"[ {SPACE}]*[^ \n{SPACE}]+|\n|[ {SPACE}]+")
@@ -197,33 +193,14 @@ END_OF_WORD = re.compile(rf"\n|[^ \n{SPACE}](?=[ \n{SPACE}])")
 """Matches the last character of a word, where another word follows."""
 
 
-class WordCache(dict[str, bytes]):
-    """Maps words to their ids, int32 in bytes, and encodes a word when it is first asked for."""
-
-    def __init__(self, encode: Callable[[str], list[int]]) -> None:
-        """Begin with an empty cache.
-
-        Args:
-            encode: Returns the ids of a word.
-        """
-        self._encode = encode
-
-    def __missing__(self, word: str) -> bytes:
-        ids = np.array(self._encode(word), np.int32).tobytes()
-        if len(word) <= MAX_WORD_CHARACTERS:
-            if len(self) >= MAX_WORDS:
-                self.clear()
-            self[word] = ids
-        return ids
-
-    def encode(self, text: str) -> np.ndarray:
-        """Return the ids of a text, int64 [tokens]."""
-        words = WORD if SPACE in text else PLAIN_WORD
-        parts = [
-            b"".join(map(self.__getitem__, words.findall(text, start, end)))
-            for start, end in _ranges(text)
-        ]
-        return np.frombuffer(b"".join(parts), np.int32).astype(np.int64)
+def encode_words(text: str, known: WordCache[str, bytes]) -> np.ndarray:
+    """Return the ids of a text, int64 [tokens]; `known` maps a word to its ids, int32 in bytes."""
+    words = WORD if SPACE in text else PLAIN_WORD
+    parts = [
+        b"".join(map(known.__getitem__, words.findall(text, start, end)))
+        for start, end in _ranges(text)
+    ]
+    return np.frombuffer(b"".join(parts), np.int32).astype(np.int64)
 
 
 def fits_pieces(pieces: Iterable[str]) -> bool:
@@ -273,7 +250,7 @@ def convert(proto: Any) -> tokenizers.Tokenizer:
 
 
 def _check_settings(path: Path, proto: Any) -> None:
-    """Raise ConfigError if the two libraries, or `WordCache`, would tokenize differently.
+    """Raise ConfigError if the two libraries, or `encode_words`, would tokenize differently.
 
     For example, a piece of type UNUSED is split again in a way that depends on the rest of the
     text.
@@ -368,12 +345,12 @@ class PieceTokenizer(Tokenizer):
         # SentencePiece marks an absent token with -1.
         self.special = {role: i for role, i in found.items() if i >= 0}
         _check_settings(path, self.proto)
-        self._words = WordCache(self._word_encoder())
+        self._words = self._word_cache()
         self._prefix = " " if self.proto.normalizer_spec.add_dummy_prefix else ""
 
     def encode(self, text: str) -> np.ndarray:
         """Return the token ids of a text, int64 [tokens], without an end-of-document token."""
-        return self._words.encode(self._prefix + text if text else text)
+        return encode_words(self._prefix + text if text else text, self._words)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of token ids. Control tokens decode to nothing."""
@@ -384,14 +361,15 @@ class PieceTokenizer(Tokenizer):
         """Return a Hugging Face tokenizer with the same ids; see `convert`."""
         return convert(self.proto)
 
-    def _word_encoder(self) -> Any:
-        """Return a function from a word to its ids; it adds no space before the word."""
+    def _word_cache(self) -> WordCache[str, bytes]:
+        """Return a cache from words to their ids, int32 in bytes, with no space before a word."""
         import sentencepiece
 
         proto = type(self.proto)()
         proto.CopyFrom(self.proto)
         proto.normalizer_spec.add_dummy_prefix = False
-        return sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString()).encode
+        words = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
+        return WordCache(lambda word: np.array(words.encode(word), np.int32).tobytes())
 
 
 # ---- Train a SentencePiece BPE tokenizer ----

@@ -10,6 +10,7 @@ import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
 from pretrain.config import ConfigError
+from pretrain.data import clean
 from pretrain.data import tokenizer as module
 from pretrain.data.tokenizer import load_tokenizer
 
@@ -89,7 +90,7 @@ def test_sentencepiece(name, texts, tmp_path, monkeypatch):
     tokenizer = load_tokenizer(path)
     stock = sentencepiece.SentencePieceProcessor(model_file=str(path))
     monkeypatch.setattr(module, "PART_CHARACTERS", 100)
-    monkeypatch.setattr(module, "MAX_WORDS", 50)
+    monkeypatch.setattr(clean, "MAX_WORDS", 50)
     for text in texts:
         ids = tokenizer.encode(text)
         assert ids.dtype == np.int64 and ids.tolist() == stock.encode(text), repr(text)
