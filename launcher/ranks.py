@@ -21,7 +21,7 @@ from pretrain.config import ConfigError, RunConfig, dump_config, writing
 from pretrain.config.errors import moment, say
 from pretrain.launcher import agent, slurm
 from pretrain.launcher.supervise import SIGNAL_CODE, Signals, Supervisor, signals_blocked
-from pretrain.processes import dies_with_parent
+from pretrain.processes import KILL_AFTER_SECONDS, dies_with_parent, terminate
 from pretrain.rundir.attempts import Attempt, Owner
 from pretrain.rundir.checkpoints import saved_checkpoints
 from pretrain.rundir.files import (
@@ -340,10 +340,6 @@ def _stuck_nodes(stacks: bytes, where: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(where[rank] for rank in sorted(alone)))
 
 
-END_POLL_SECONDS = 0.02
-"""Time between two polls of processes that were asked to end."""
-KILL_AFTER_SECONDS = 10.0
-"""Time between SIGTERM and SIGKILL."""
 COPY_SECONDS = 1.0
 """Time to copy the last output of rank 0 after it has ended."""
 CHUNK_BYTES = 64 * 1024
@@ -539,22 +535,11 @@ class LocalRanks:
         """Return (): on one machine there is no other node to choose."""
         return ()
 
-    def end(self) -> int:
-        """Send SIGTERM to every rank that runs and, 10 s later, SIGKILL to those that are left.
-
-        Returns:
-            The highest exit code of all ranks.
-        """
-        for process in self._processes:
-            process.terminate()
-        deadline = time.monotonic() + KILL_AFTER_SECONDS
-        while time.monotonic() < deadline and any(
-            process.poll() is None for process in self._processes
-        ):
-            time.sleep(END_POLL_SECONDS)
+    def end(self) -> None:
+        """Send SIGTERM to every rank that runs and, 10 s later, SIGKILL to those that are left."""
+        terminate(self._processes, KILL_AFTER_SECONDS)
         # Also if all ranks have ended, because processes that they started may be left.
         self.kill()
-        return max(_exit_code(process.returncode) for process in self._processes)
 
     def kill(self) -> None:
         """Send SIGKILL to every rank's process group."""

@@ -124,11 +124,7 @@ class Processes:
 
     def _end(self) -> None:
         """End what still runs: with SIGTERM, and SIGKILL after KILL_AFTER_SECONDS."""
-        for process in self._running:
-            process.terminate()
-        deadline = time.monotonic() + KILL_AFTER_SECONDS
-        while time.monotonic() < deadline and any(p.poll() is None for p in self._running):
-            time.sleep(POLL_SECONDS)
+        terminate(self._running, KILL_AFTER_SECONDS)
         for process in self._running:
             process.kill()
             process.wait()
@@ -142,14 +138,20 @@ class Processes:
             process.send_signal(number)
 
 
-def dies_with_parent(number: int = signal.SIGKILL) -> Callable[[], None] | None:
+def terminate(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Send SIGTERM to processes, and wait until they have ended, for `seconds` at most."""
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(each.poll() is None for each in processes):
+        time.sleep(POLL_SECONDS)
+
+
+def dies_with_parent(number: int = signal.SIGKILL) -> Callable[[], None]:
     """Return a function that makes the process that calls it get a signal when this one dies.
 
-    It is for subprocess's preexec_fn. Linux offers this through prctl(2); elsewhere None is
-    returned, and a command that is killed by SIGKILL leaves behind what it started.
+    It is for subprocess's preexec_fn.
     """
-    if not sys.platform.startswith("linux"):
-        return None
     # Loaded here and not in the child: after a fork, little may be done safely before exec.
     prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
 
