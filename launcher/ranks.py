@@ -441,7 +441,7 @@ class LocalRanks:
 
     Every rank writes to RUN/logs/rank-<rank>.log, to which all attempts append; rank 0 also writes
     to the stdout and stderr of this process. When a rank fails, the others get SIGTERM and, 10 s
-    later, SIGKILL. No process is left behind; on Linux not even when this process is killed.
+    later, SIGKILL. No process is left behind, not even when this process is killed.
     """
 
     def __init__(
@@ -598,7 +598,7 @@ def _rank_environment(rank: int, nproc: int) -> dict[str, str]:
     OMP_NUM_THREADS divides the cores that this process may use, unless the user has set it, because
     by default every rank would start one thread per core.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else nproc
+    cores = len(os.sched_getaffinity(0))
     distributed = {
         "RANK": rank,
         "LOCAL_RANK": rank,

@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import functools
 import gc
-import getpass
 import importlib.util
 import logging
 import os
@@ -76,9 +75,7 @@ def make_caches_private() -> None:
         _make_private(Path(temporary))
         # Forget where temporary files went while the directory was missing.
         tempfile.tempdir = None
-    # As in torch/_inductor/runtime/cache_dir_utils.py.
-    user = re.sub(r'[\\/:*?"<>|]', "_", _user_name())
-    own = f"{tempfile.gettempdir()}/torchinductor_{user}"
+    own = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", own)
     for name in CACHES:
         if directory := os.environ.get(name):
@@ -91,14 +88,6 @@ def _make_private(directory: Path) -> None:
     with writing(directory):
         directory.parent.mkdir(0o700, parents=True, exist_ok=True)
         directory.mkdir(0o700, exist_ok=True)
-
-
-def _user_name() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        # A user id without a name, as in a container.
-        return f"uid_{os.getuid()}"
 
 
 @contextlib.contextmanager
@@ -331,12 +320,8 @@ def available_memory() -> int:
     The least of the machine's and of what the cgroups of this process have left (those of a
     container or of a Slurm job).
     """
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    with contextlib.suppress(OSError):
-        # Only Linux has this file. Elsewhere, half of the machine's memory is taken for available.
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
+    sizes = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(sizes["MemAvailable"].split()[0]) * 1024
     return max(0, min([available, *_cgroup_memory()]))
 
 

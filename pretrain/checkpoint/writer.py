@@ -22,7 +22,6 @@ import os
 import queue
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -181,12 +180,11 @@ class Writer:
     def memory(self, num_bytes: int) -> NDArray[np.float32]:
         """Return shared memory of at least that size, the same memory at every call.
 
-        On Linux it is anonymous memory with a file descriptor, because /dev/shm is small in
-        containers.
+        It is anonymous memory with a file descriptor, because /dev/shm is small in containers.
         """
         if self._memory is None or len(self._memory) < num_bytes:
             self.close()
-            self._descriptor = _anonymous_file()
+            self._descriptor = os.memfd_create("checkpoint")
             os.ftruncate(self._descriptor, max(num_bytes, ITEM_BYTES))
             self._memory = mmap.mmap(self._descriptor, max(num_bytes, ITEM_BYTES))
         return np.frombuffer(self._memory, np.float32, num_bytes // ITEM_BYTES)
@@ -300,14 +298,6 @@ class Writer:
                     f"the process that writes checkpoints (process {process.pid}) ended with {end}"
                 )
                 self._changed.notify_all()
-
-
-def _anonymous_file() -> int:
-    """Return the descriptor of an unnamed file: in memory on Linux, elsewhere on the disk."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("checkpoint")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
 
 
 _PIECES = TypeAdapter(tuple[Piece, ...])

@@ -499,8 +499,8 @@ class Attempt:
     """A descriptor of the run's directory, by which it can be found after it is moved."""
 
     def __post_init__(self) -> None:
-        # Without /proc or O_PATH, messages do not say where the directory was moved.
-        with contextlib.suppress(OSError, AttributeError):
+        # Without a descriptor, messages do not say where the directory was moved.
+        with contextlib.suppress(OSError):
             self._root = os.open(self.run, os.O_PATH | os.O_DIRECTORY)
 
     def __del__(self) -> None:

@@ -42,7 +42,7 @@ def let_nobody_write(directory: Path) -> None:
     writable by all members, because programs usually request mode 0666.
     """
     # OSError: no list, a file system without lists, or the folder belongs to somebody else.
-    with contextlib.suppress(OSError, AttributeError, struct.error):
+    with contextlib.suppress(OSError, struct.error):
         given = os.getxattr(directory, DEFAULT_LIST)
         entries = struct.iter_unpack(ACCESS_ENTRY, given[ACCESS_HEADER:])
         kept = [

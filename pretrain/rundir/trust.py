@@ -265,8 +265,8 @@ def _has_access_list(file: Path | int) -> bool:
         # By this path, because a descriptor opened with O_PATH cannot be queried directly.
         where = f"/proc/self/fd/{file}" if isinstance(file, int) else file
         return bool(os.getxattr(where, ACCESS_LIST))
-    except (OSError, AttributeError):
-        # No such attribute, a file system without attributes, or a system without getxattr.
+    except OSError:
+        # No such attribute, or a file system without attributes.
         return False
 
 
