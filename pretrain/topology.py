@@ -32,7 +32,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import functools
 import hmac
 import ipaddress
 import itertools
@@ -50,7 +49,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from pydantic import TypeAdapter
 from pydantic_core import to_json
 
 # torch.distributed lists none of these in __all__.
@@ -66,7 +64,7 @@ from pretrain import platform
 from pretrain.config import ConfigError, Layout, RunConfig, RunFailed, Unsound, writing
 from pretrain.processes import in_background
 from pretrain.rundir.attempts import Owner
-from pretrain.rundir.files import from_json, parse_json, replace_file
+from pretrain.rundir.files import adapter, from_json, parse_json, replace_file
 from pretrain.rundir.jobs import job_id_of
 
 # ---- rendezvous ----
@@ -625,7 +623,7 @@ def on_main(topology: Topology, function: Callable[[], T], kind: Any = NoneType)
     sent = _in_tensor(text, int(size))
     dist.broadcast(sent, 0)
     if not topology.is_main:
-        told, result = _adapter(tuple[_Told, kind | None]).validate_json(bytes(sent.tolist()))
+        told, result = adapter(tuple[_Told, kind | None]).validate_json(bytes(sent.tolist()))
         problem = _error(told)
     if problem is not None:
         raise problem
@@ -648,7 +646,7 @@ def gather(own: T, kind: Any) -> list[T]:
     everyone = [torch.empty_like(sent) for _ in lengths]
     dist.all_gather(everyone, sent)
     pieces = zip(torch.stack(everyone).cpu().numpy(), lengths)
-    return [_adapter(kind).validate_json(row[:length].tobytes()) for row, length in pieces]
+    return [adapter(kind).validate_json(row[:length].tobytes()) for row, length in pieces]
 
 
 def first_problem(own: P | None) -> P | None:
@@ -685,11 +683,6 @@ def _error(told: _Told) -> Any:
         known += kind.__subclasses__()
     names = {kind.__name__: kind for kind in known}
     return None if told is None else names.get(told[0], RunFailed)(told[1])
-
-
-@functools.cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
 
 
 def ranks_per_node(group: dist.ProcessGroup) -> int:

@@ -30,7 +30,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import TypeAdapter
 
 from pretrain.checkpoint.format import (
     CONFIG,
@@ -52,7 +51,7 @@ from pretrain.checkpoint.format import (
 from pretrain.config import RunFailed
 from pretrain.processes import start_beside
 from pretrain.rundir.checkpoints import MANIFEST, Superseded, publish_checkpoint
-from pretrain.rundir.files import flush_directory, flush_file, replace_file, replace_json
+from pretrain.rundir.files import adapter, flush_directory, flush_file, replace_file, replace_json
 from pretrain.rundir.history import Policy, remove_old
 
 # ---- Complete a checkpoint when all of its parts are written, and give it its name ----
@@ -300,7 +299,6 @@ class Writer:
                 self._changed.notify_all()
 
 
-_PIECES = TypeAdapter(tuple[Piece, ...])
 _KINDS: dict[str, type[RunFailed]] = {kind.__name__: kind for kind in (PoisonedState, Superseded)}
 
 
@@ -357,6 +355,6 @@ def _do(descriptor: int, command: dict[str, Any], patience: Patience) -> list[st
             # Needs Linux 5.14; elsewhere the first save allocates the pages.
             memory.madvise(_MADV_POPULATE_WRITE)
         return []
-    part = Part(arguments["rank"], _PIECES.validate_python(arguments["pieces"]))
+    part = Part(arguments["rank"], adapter(tuple[Piece, ...]).validate_python(arguments["pieces"]))
     write_part(Path(arguments["directory"]), part, split_values(part, memory), arguments["bits"])
     return []

@@ -474,7 +474,7 @@ def from_json(kind: type[T], content: Json) -> T | None:
         if not known or _has_odd_number(known):
             return None
         key: Any = kind
-        made: T = _adapter(key).validate_json(json.dumps(known), strict=True)
+        made: T = adapter(key).validate_json(json.dumps(known), strict=True)
     except (ValueError, RecursionError):
         return None
     return made
@@ -487,7 +487,8 @@ def read_records(kind: type[T], path: Path) -> list[T]:
 
 
 @functools.cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
+def adapter(kind: Any) -> TypeAdapter[Any]:
+    """Return pydantic's adapter of a type, which is slow to make."""
     return TypeAdapter(kind)
 
 
