@@ -31,7 +31,7 @@ from pretrain.launcher.status import (
     queued,
     read_statuses,
 )
-from pretrain.launcher.supervise import Repeater
+from pretrain.processes import Repeater
 from pretrain.rundir.attempts import AttemptRecord, is_finished, read_attempt, read_attempts
 from pretrain.rundir.checkpoints import checkpoint_name, newest_checkpoint_step
 from pretrain.rundir.files import open_regular

@@ -30,7 +30,8 @@ from pretrain.config import ConfigError, NoSpace, RunConfig, writing
 from pretrain.config.errors import is_supported, not_supported, say
 from pretrain.launcher import slurm
 from pretrain.launcher.ranks import start_srun
-from pretrain.launcher.supervise import Repeater, Signals
+from pretrain.launcher.supervise import Signals
+from pretrain.processes import Repeater
 from pretrain.rundir.attempts import HEARTBEAT_SECONDS, PREFLIGHT, Attempt, Preflight
 from pretrain.rundir.files import parse_json, replace_json
 from pretrain.rundir.jobs import LaunchRecord

@@ -49,7 +49,7 @@ from pretrain.config import ConfigError, RunConfig, RunFailed
 from pretrain.config.errors import remedy, say
 from pretrain.launcher import slurm
 from pretrain.launcher.agent import BLOCKED_AT_START
-from pretrain.processes import in_background
+from pretrain.processes import Repeater, in_background
 from pretrain.rundir.attempts import (
     HEARTBEAT_SECONDS,
     LOOKS,
@@ -176,37 +176,6 @@ def signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-# ---- Call a function every few seconds, in a thread ----
-
-
-class Repeater(threading.Thread):
-    """Call a function at once and then every few seconds, in a thread, until `stop`."""
-
-    def __init__(self, seconds: float, function: Callable[[], object]) -> None:
-        # A daemon thread, so that Ctrl-C does not wait for a call in progress.
-        super().__init__(daemon=True)
-        self._seconds, self._function, self._over = seconds, function, threading.Event()
-        self._result: Any = None
-
-    def run(self) -> None:
-        """Run the thread; threading.Thread.start calls this."""
-        while True:
-            self._result = self._function()
-            if self._over.wait(self._seconds):
-                return
-
-    def new(self) -> Any:
-        """Return the result of the newest call that ended since `new` was last used, or None."""
-        result, self._result = self._result, None
-        return result
-
-    def stop(self, seconds: float | None = None) -> None:
-        """Stop calling, and wait for a call in progress, for `seconds` at most."""
-        self._over.set()
-        if self.is_alive():
-            self.join(seconds)
 
 
 # ---- Detect from an attempt's progress file that its ranks are stuck ----

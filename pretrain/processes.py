@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pretrain.startup import leave_on_ctrl_c, raise_on_ctrl_c
 
@@ -183,6 +183,34 @@ def in_background(function: Callable[[], T]) -> Future[T]:
 
     threading.Thread(target=call, daemon=True).start()
     return answer
+
+
+class Repeater(threading.Thread):
+    """Call a function at once and then every few seconds, in a thread, until `stop`."""
+
+    def __init__(self, seconds: float, function: Callable[[], object]) -> None:
+        # A daemon thread, so that Ctrl-C does not wait for a call in progress.
+        super().__init__(daemon=True)
+        self._seconds, self._function, self._over = seconds, function, threading.Event()
+        self._result: Any = None
+
+    def run(self) -> None:
+        """Run the thread; threading.Thread.start calls this."""
+        while True:
+            self._result = self._function()
+            if self._over.wait(self._seconds):
+                return
+
+    def new(self) -> Any:
+        """Return the result of the newest call that ended since `new` was last used, or None."""
+        result, self._result = self._result, None
+        return result
+
+    def stop(self, seconds: float | None = None) -> None:
+        """Stop calling, and wait for a call in progress, for `seconds` at most."""
+        self._over.set()
+        if self.is_alive():
+            self.join(seconds)
 
 
 # ---- A process beside training -------------------------------------------------------------------

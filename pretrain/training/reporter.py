@@ -12,7 +12,6 @@ import faulthandler
 import math
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -20,6 +19,7 @@ from typing import Any
 
 from pretrain.config import RunFailed
 from pretrain.config.errors import say
+from pretrain.processes import Repeater
 from pretrain.rundir.attempts import HEARTBEAT_SECONDS, Attempt, Owner
 from pretrain.rundir.checkpoints import Superseded
 from pretrain.rundir.metrics import WarnOnce
@@ -133,7 +133,7 @@ class AttemptReporter:
 
     def __init__(self) -> None:
         self._attempt: Attempt | None = None
-        self._heartbeat: _Heartbeat | None = None
+        self._heartbeat: Repeater | None = None
         self._phase: str = Phase.STARTING
         self._step = 0
         self.warn = WarnOnce()
@@ -157,7 +157,8 @@ class AttemptReporter:
         """Lock the run and begin an attempt. Raises RunBusy if another process trains it."""
         check_apart(run)
         self._attempt = Attempt.begin(run, owner)
-        self._heartbeat = _Heartbeat(self._attempt, self._abandon)
+        self._heartbeat = Repeater(HEARTBEAT_SECONDS, self._renew)
+        self._heartbeat.start()
 
     def phase(self, phase: str, step: int, saved: int | None = None) -> None:
         """Report the beginning of a phase.
@@ -221,9 +222,11 @@ class AttemptReporter:
         with contextlib.suppress(OSError):
             self._attempt.end(outcome or outcome_of(code), code, reason, self._step)
 
-    def _abandon(self) -> None:
-        """End this process at once, whatever it is doing, because it no longer holds the run."""
+    def _renew(self) -> None:
+        """Renew the lease; end this process at once if it no longer holds the run."""
         assert self._attempt is not None
+        if self._attempt.heartbeat():
+            return
         reason = self._attempt.why_lost() or "this attempt no longer holds its run"
         say(f"error: {self._attempt.directory}: {reason}")
         outcome = Outcome.SUPERSEDED if self._attempt.superseded() else Outcome.FAILED
@@ -256,21 +259,3 @@ class AttemptReporter:
             lines = str(error).splitlines()
             outcome = Outcome.SUPERSEDED if isinstance(error, Superseded) else None
             self.end(exit_code_of(error), lines[0] if lines else type(error).__name__, outcome)
-
-
-class _Heartbeat(threading.Thread):
-    """Renews an attempt's lease, and calls `abandon` when a newer attempt has taken the run."""
-
-    def __init__(self, attempt: Attempt, abandon: Callable[[], None]) -> None:
-        super().__init__(daemon=True, name="heartbeat")
-        self._attempt, self._abandon, self._over = attempt, abandon, threading.Event()
-        self.start()
-
-    def run(self) -> None:
-        while not self._over.wait(HEARTBEAT_SECONDS):
-            if not self._attempt.heartbeat():
-                self._abandon()
-
-    def stop(self) -> None:
-        self._over.set()
-        self.join()

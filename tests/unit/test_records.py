@@ -3,7 +3,7 @@
 import itertools
 import threading
 
-from pretrain.launcher.supervise import Repeater
+from pretrain.processes import Repeater
 from pretrain.rundir.attempts import Attempt, read_attempts, steps_done
 from tests.end_to_end.commands import wait_for
 from tests.unit.test_status import make_run, no_slurm  # noqa: F401  a fixture
