@@ -18,7 +18,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -47,7 +46,6 @@ from pretrain.rundir.attempts import (
     Attempt,
     AttemptRecord,
     Ended,
-    Owner,
     is_finished,
     last_heartbeat,
     read_attempt,
@@ -57,6 +55,7 @@ from pretrain.rundir.jobs import (
     LaunchRecord,
     already_done,
     is_done,
+    owner_of,
     read_launch,
     why_other_code,
 )
@@ -370,14 +369,6 @@ class _Start(Allocation):
         train = [launch.python, "-m", "pretrain", "train", str(RunPaths(self._run).launch_config)]
         self._train = [*train, *allow_options(launch.allow_changed)]
         submitted_at = self.state.submitted_at if self.state else None
-        owner = partial(
-            Owner.here,
-            slurm_job_id=self._job_id,
-            slurm_restart_count=slurm.own_restarts(),
-            slurm_cluster=slurm.own_cluster(),
-            num_processes=launch.num_tasks,
-            nodes=slurm.own_nodes(),
-        )
         # A job keeps its id when it is requeued, so the id marks the attempts of one series.
         supervisor = Supervisor(
             self._config,
@@ -388,8 +379,8 @@ class _Start(Allocation):
         if (code := self._take_over()) is not None:
             return code
         while True:
-            whose = owner(submitted_at=submitted_at)
-            attempt = Attempt.begin(self._run, whose, job_is_over)
+            known = {"num_processes": launch.num_tasks, "submitted_at": submitted_at}
+            attempt = Attempt.begin(self._run, owner_of(os.environ, **known), job_is_over)
             end = supervisor.make_attempt(attempt, self._start, PendingEvaluations(self._run))
             if not end.again:
                 return _exit_code(end.verdict)

@@ -269,11 +269,6 @@ def own_task() -> Task:
     return Task(rank, local_rank, given["SLURMD_NODENAME"], num_tasks, num_tasks // nodes)
 
 
-def own_cluster() -> str | None:
-    """Return the name of this process's cluster."""
-    return os.environ.get("SLURM_CLUSTER_NAME")
-
-
 # ---- Ask about jobs, submit them, and signal, requeue or cancel them ----
 
 

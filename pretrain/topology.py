@@ -65,7 +65,7 @@ from pretrain.config import ConfigError, Layout, RunConfig, RunFailed, Unsound, 
 from pretrain.processes import in_background
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.files import adapter, from_json, parse_json, replace_file
-from pretrain.rundir.jobs import job_id_of
+from pretrain.rundir.jobs import owner_of
 
 # ---- rendezvous ----
 # Let the ranks of a run find each other: rank 0 listens on a free port and publishes it in a file.
@@ -449,17 +449,7 @@ def supervised_attempt() -> Path | None:
 
 def owner() -> Owner:
     """Return this process as the owner of an attempt, with its Slurm job if it has one."""
-    env, num_processes = os.environ, Process.from_environment().world_size
-    job_id = job_id_of(env)
-    if job_id is None:
-        return Owner.here(num_processes=num_processes)
-    return Owner.here(
-        slurm_job_id=job_id,
-        slurm_restart_count=int(env.get("SLURM_RESTART_COUNT", 0)),
-        slurm_cluster=env.get("SLURM_CLUSTER_NAME"),
-        num_processes=num_processes,
-        nodes=env.get("SLURM_JOB_NODELIST", ""),
-    )
+    return owner_of(os.environ, num_processes=Process.from_environment().world_size)
 
 
 @dataclass(frozen=True)

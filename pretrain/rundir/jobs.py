@@ -111,6 +111,23 @@ def job_id_of(environment: Mapping[str, str]) -> str | None:
     return f"{array}_{task}" if array and task else environment.get("SLURM_JOB_ID")
 
 
+def owner_of(environment: Mapping[str, str], **known: Any) -> Owner:
+    """Return this process as the owner of an attempt, with its Slurm job if it has one.
+
+    Args:
+        environment: The process's variables.
+        **known: Further fields.
+    """
+    if (job_id := job_id_of(environment)) is not None:
+        known |= {
+            "slurm_job_id": job_id,
+            "slurm_restart_count": int(environment.get("SLURM_RESTART_COUNT", 0)),
+            "slurm_cluster": environment.get("SLURM_CLUSTER_NAME"),
+            "nodes": environment.get("SLURM_JOB_NODELIST", ""),
+        }
+    return Owner.here(**known)
+
+
 def append_job(run: Path, record: JobRecord) -> None:
     """Append a job to RUN/jobs.jsonl. Raises RunFailed if the file cannot be written."""
     path = RunPaths(run).jobs
