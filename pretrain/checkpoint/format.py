@@ -535,7 +535,13 @@ class Part:
     """The safetensors header, which precedes the values in the file."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "header", _safetensors_header(self.pieces))
+        boxes = (
+            # For example "master/output_layer.weight@512,0".
+            (f"{piece.name}@{','.join(map(str, offset))}", size)
+            for piece in self.pieces
+            for offset, size in piece.boxes
+        )
+        object.__setattr__(self, "header", safetensors_header(boxes))
 
     @property
     def file_name(self) -> str:
@@ -595,20 +601,20 @@ def merge(parts: Iterable[str | bytes]) -> Index:
     return index
 
 
-def _safetensors_header(pieces: Sequence[Piece]) -> bytes:
-    """Return the header of a rank's file: its length as 8 bytes, then JSON, padded by spaces.
+def safetensors_header(shapes: Iterable[tuple[str, Sequence[int]]], **metadata: str) -> bytes:
+    """Return the header of a file of fp32 tensors: its length as 8 bytes, then JSON and spaces.
 
     Format: https://huggingface.co/docs/safetensors. Offsets count from the end of the header.
+
+    Args:
+        shapes: Name and shape of each tensor, in the order of their values.
+        **metadata: Facts about the file.
     """
-    entries: dict[str, object] = {}
-    start = 0
-    for piece in pieces:
-        for offset, size in piece.boxes:
-            end = start + ITEM_BYTES * math.prod(size)
-            # For example "master/output_layer.weight@512,0".
-            key = f"{piece.name}@{','.join(map(str, offset))}"
-            entries[key] = {"dtype": DTYPE, "shape": list(size), "data_offsets": [start, end]}
-            start = end
+    entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for name, shape in shapes:
+        start, end = end, end + ITEM_BYTES * math.prod(shape)
+        entries[name] = {"dtype": DTYPE, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text

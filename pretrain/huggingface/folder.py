@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from pretrain.checkpoint.format import ITEM_BYTES, safetensors_header
 from pretrain.config import ConfigError, RunConfig, RunFailed, dump_config, num_parameters, writing
 from pretrain.config.tensors import model_tensors
 from pretrain.data.shards import JSON, MODEL
@@ -209,17 +210,12 @@ def _safetensors(path: Path, shapes: Mapping[str, Tensor]) -> Iterator[BinaryIO]
         path: The file.
         shapes: Name -> a tensor of the shape.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in shapes.items():
-        start, end = end, end + 4 * tensor.numel()
-        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [start, end]}
-    content = json.dumps(header, separators=(",", ":")).encode()
-    content += b" " * (-len(content) % 8)
+    header = safetensors_header(((name, shapes[name].shape) for name in shapes), format="pt")
+    num_values = sum(tensor.numel() for tensor in shapes.values())
     with path.open("xb") as file:
-        file.write(len(content).to_bytes(8, "little") + content)
+        file.write(header)
         yield file
-        if file.tell() != 8 + len(content) + end:
+        if file.tell() != len(header) + ITEM_BYTES * num_values:
             raise RuntimeError(f"{path}: its tensors are not those of the header")
 
 
@@ -282,14 +278,6 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
         "eos_token_id": eos,
         "pad_token_id": tokenizer.special.get("pad", eos),
     }
-
-
-def find_original(folder: Path) -> tuple[str, Path] | None:
-    """Return the name and the path of the run's tokenizer in an export; None without one."""
-    for name, original in ORIGINAL_TOKENIZERS.items():
-        if (folder / original).is_file():
-            return name, folder / original
-    return None
 
 
 def check_same_ids(tokenizer: Tokenizer, directory: Path, settings: Any = None) -> None:

@@ -41,7 +41,7 @@ from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.huggingface.base import HuggingFaceClass
 from pretrain.huggingface.classes import CLASSES
 from pretrain.huggingface.export import longest_comparison, recorded_logits
-from pretrain.huggingface.folder import MARKER, ORIGINALS, check_new, find_original
+from pretrain.huggingface.folder import MARKER, ORIGINAL_TOKENIZERS, ORIGINALS, check_new
 from pretrain.huggingface.parity import check_parity
 from pretrain.rundir.checkpoints import Branch, new_id
 from pretrain.rundir.files import new_directory, replace_file
@@ -466,12 +466,9 @@ def tokenizer_of_folder(source: Source) -> Tokenizer:
     Raises:
         ConfigError: It has none of a known kind, or one with more pieces than embeddings.
     """
-    if source.is_export:
-        original = find_original(source.folder)
-        path = original[1] if original is not None else None
-    else:
-        paths = [source.folder / name for name in (JSON, MODEL)]
-        path = next((path for path in paths if path.is_file()), None)
+    names = ORIGINAL_TOKENIZERS.values() if source.is_export else (JSON, MODEL)
+    paths = (source.folder / name for name in names)
+    path = next((path for path in paths if path.is_file()), None)
     if path is None:
         raise ConfigError(
             f"{source.folder}: has no {JSON} and no {MODEL}. For a tokenizer in another form, "

@@ -232,14 +232,19 @@ def check_goes_on(config: RunConfig, allow_changed: Collection[str] = ()) -> Non
     except ConfigError:
         # The checkpoint may be damaged. Only a complete read can tell, which the ranks do.
         return
-    step, last = checkpoint_step(found[-1].name) or 0, config.train.num_steps
+    step = checkpoint_step(found[-1].name) or 0
     phase = config.phase_after(step)
     allowed = {*allow_changed, *scheduled_changes(config, step)}
     check_differences(differences(before, phase.config), found[-1], allowed)
-    if step > last:
+    check_num_steps(config, found[-1], step)
+
+
+def check_num_steps(config: RunConfig, checkpoint: Path, step: int) -> None:
+    """Raise ConfigError if a checkpoint of step `step` is beyond the end of the run."""
+    if step > config.train.num_steps:
         raise ConfigError(
-            f"train.num_steps = {last}: {found[-1]} has done {step} steps already. Set {step} or "
-            "more, or --resume an earlier checkpoint"
+            f"train.num_steps = {config.train.num_steps}: {checkpoint} has done {step} steps "
+            f"already. Set {step} or more, or --resume an earlier checkpoint"
         )
 
 

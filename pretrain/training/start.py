@@ -71,7 +71,7 @@ from pretrain.rundir.checkpoints import (
 )
 from pretrain.rundir.files import make_directory, publish_directory
 from pretrain.rundir.history import begins_branch, keeps_lines_of, recover, settle
-from pretrain.rundir.jobs import PROVENANCE, Provenance, write_provenance
+from pretrain.rundir.jobs import PROVENANCE, Provenance, check_num_steps, write_provenance
 from pretrain.rundir.metrics import evaluations_at
 from pretrain.rundir.paths import RunPaths
 from pretrain.topology import (
@@ -280,11 +280,7 @@ def find_start_point(
     if checkpoint is None:
         return known
     step, last = checkpoint.trainer_state.step, config.train.num_steps
-    if step > last:
-        raise ConfigError(
-            f"train.num_steps = {last}: {checkpoint.path} has done {step} steps already. Set "
-            f"{step} or more, or --resume an earlier checkpoint"
-        )
+    check_num_steps(config, checkpoint.path, step)
     phase = config.phase_after(step)
     # At a border the evaluation belongs to the phase that ends there. An interrupted evaluation is
     # done with the config of that phase before the next phase begins.

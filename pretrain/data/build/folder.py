@@ -211,11 +211,7 @@ def output(final: Path) -> Iterator[tuple[Path, Json]]:
 def is_done(final: Path) -> bool:
     """Return True if a task's output exists and no file has changed."""
     try:
-        with (final / RECORD).open("rb") as file:
-            line = file.readline()
-        record, begin = _unsealed(0, line), _aligned(len(line))
-        if record is None:
-            return False
+        record, begin = _record(final)
         parts = [(final / name, 0, *each) for name, each in record["files"].items()]
         parts += [(final / RECORD, begin + at, *each) for at, *each in record["packed"].values()]
         ends: dict[Path, int] = {final / RECORD: begin}
@@ -224,7 +220,7 @@ def is_done(final: Path) -> bool:
             if digest(path, start, start + size) != expected:
                 return False
         return all(path.stat().st_size == end for path, end in ends.items())
-    except OSError:
+    except (OSError, RunFailed):
         return False
 
 
