@@ -511,7 +511,8 @@ class CheckpointHook(Hook):
         # save is over; later requests are voted on with the next step.
         if self.saved_step == step < last and not run.requests.agreed:
             agree(run.requests)
-        if self._is_last(run) and self.saver.is_busy:
+        # A save of the last step must be awaited.
+        if run.phase_is_over and self.saver.is_busy:
             with run.reporter.during(Phase.SAVING, step, saved=self.saved_step):
                 self.saver.finish()
 
@@ -539,21 +540,15 @@ class CheckpointHook(Hook):
         self.saver.close()
 
     def _is_save_due(self, run: Run) -> bool:
-        step, config = run.state.step, run.config
-        is_last = step == config.train.num_steps
-        is_regular = step % config.checkpoint.interval_steps == 0
-        return bool(run.requests.agreed) or is_regular or is_last
-
-    def _is_last(self, run: Run) -> bool:
-        """Return True if the processes end after this step, so that its save must be awaited."""
-        return bool(run.requests.agreed) or run.state.step >= run.config.train.num_steps
+        is_regular = run.state.step % run.config.checkpoint.interval_steps == 0
+        return is_regular or run.phase_is_over
 
     def _save(self, run: Run) -> None:
         """Save the run at its current step, unless it has been saved."""
         step = run.state.step
         if step == self.saved_step:
             return
-        waits = self._is_last(run) or not self.saver.is_asynchronous
+        waits = run.phase_is_over or not self.saver.is_asynchronous
         with run.reporter.during(Phase.SAVING, step, saved=step if waits else None):
             identifier = self.saver.begin(run.state, run.origin, lambda: self._prepare(run))
             if waits:
@@ -576,28 +571,13 @@ STOP_SECONDS = 30.0
 """How long a run that is asked to stop waits for an upload; the next start does the rest."""
 
 
-class Patience:
-    """Decides how long the end of a run waits for uploads."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._asked_at: float | None = None
-
-    def may_wait(self) -> bool:
-        """Return True until the run is asked to stop, and for STOP_SECONDS after that."""
-        # Reported as progress, so that the watchdog does not take the wait for a hang.
-        self._run.reporter.progress(self._run.state.step)
-        if self._asked_at is None and any(self._run.requests.votes()[:-1]):
-            self._asked_at = time.monotonic()
-        return self._asked_at is None or time.monotonic() - self._asked_at < STOP_SECONDS
-
-
 class UploadHook(Hook):
     """Upload every checkpoint while training continues; a failed upload warns and is retried."""
 
     def __init__(self, run: Run) -> None:
         """Start the uploading process, on rank 0, if checkpoint.upload_to is set."""
-        self.run, self.is_over = run, False
+        self.run = run
+        self._asked_at: float | None = None
         url = run.config.checkpoint.upload_to
         self.uploader = None
         if url is not None and run.topology.is_main:
@@ -618,7 +598,7 @@ class UploadHook(Hook):
             # Another phase follows, or the run has failed. The next start uploads what is missing.
             self.uploader.close()
             return
-        missing = self.uploader.finish(Patience(run).may_wait)
+        missing = self.uploader.finish(self._may_wait)
         say(*(f"warning: {line}" for line in missing))
         if missing:
             say(
@@ -626,3 +606,11 @@ class UploadHook(Hook):
                 f"{config.checkpoint.upload_to}. Upload them with `pretrain checkpoint upload "
                 f"{config.directory}`"
             )
+
+    def _may_wait(self) -> bool:
+        """Return True until the run is asked to stop, and for STOP_SECONDS after that."""
+        # Reported as progress, so that the watchdog does not take the wait for a hang.
+        self.run.reporter.progress(self.run.state.step)
+        if self._asked_at is None and any(self.run.requests.votes()[:-1]):
+            self._asked_at = time.monotonic()
+        return self._asked_at is None or time.monotonic() - self._asked_at < STOP_SECONDS

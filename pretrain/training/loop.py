@@ -163,7 +163,7 @@ def _train_steps(run: Run) -> None:
         for hook in hooks:
             hook.at_start(run)
         run.ledger.take_memory(run.state.step)
-        while not _is_over(run):
+        while not run.phase_is_over:
             try:
                 with contextlib.closing(step_batches(run)) as steps:
                     _take_steps(run, hooks, steps)
@@ -210,11 +210,6 @@ def _act(run: Run, hooks: Sequence[Hook], trouble: Spike | Unsound) -> None:
     )
 
 
-def _is_over(run: Run) -> bool:
-    """Return True at the end of the phase, or if all ranks have agreed to stop."""
-    return run.state.step >= run.config.train.num_steps or run.requests.agreed is not None
-
-
 def _take_steps(run: Run, hooks: Sequence[Hook], steps: Iterator[list[Tensor]]) -> None:
     """Take steps from the run's current state until it is over. Raises `Spike`.
 
@@ -223,7 +218,7 @@ def _take_steps(run: Run, hooks: Sequence[Hook], steps: Iterator[list[Tensor]]) 
     step to be over.
     """
     begin, unread = platform.Moment(), None
-    while not _is_over(run):
+    while not run.phase_is_over:
         for hook in hooks:
             hook.before_step(run)
         queued = queue_step(run, steps, begin)

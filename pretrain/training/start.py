@@ -401,6 +401,11 @@ class Run:
         """Return True if the processes end: all phases are done, or the ranks agreed to stop."""
         return self.requests.agreed is not None or self.state.step >= self.whole.train.num_steps
 
+    @property
+    def phase_is_over(self) -> bool:
+        """Return True if no step follows in this phase, or the ranks agreed to stop."""
+        return self.requests.agreed is not None or self.state.step >= self.config.train.num_steps
+
     def release(self) -> None:
         """Free the memory of model and optimizer, before the next phase builds its own."""
         self.optimizer.release()
