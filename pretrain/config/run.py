@@ -135,6 +135,9 @@ class Layout:
     num_microbatches: int
     """Micro batches that each data-parallel rank accumulates in a step of the full batch size."""
 
+    zero_stage: int
+    """The ZeRO stage of the run: always 1 with one replica, where there is nothing to shard."""
+
     @property
     def replicas(self) -> int:
         """Return how many ranks hold the same parameters and see other tokens: data x context."""
@@ -420,6 +423,7 @@ class RunConfig(Section):
             virtual=p.virtual_pipeline_model_parallel_size or 1,
             data=data,
             num_microbatches=self.batch.global_batch_size // (self.batch.micro_batch_size * data),
+            zero_stage=1 if data * p.context_parallel_size == 1 else p.zero_stage,
         )
 
     @property

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 # Imported first, because the classes of `optimizers` are sections of a config.
-import pretrain.config  # noqa: F401
+import pretrain.config
 from pretrain.positions.base import OWN
 
 LARGEST_BUCKET = 40_000_000
@@ -48,6 +48,21 @@ class Piece:
     ranks with the same parameter must have the same buckets: an element's place in its bucket
     decides the order of the sum over ranks, and with different rounding the copies would drift
     apart."""
+
+
+def settings_of(config: pretrain.config.RunConfig, name: str, shape: Sequence[int]) -> Settings:
+    """Return a parameter's weight decay and the factor on its learning rate.
+
+    Matrices are decayed; biases, norms and the position method's own parameters are not.
+
+    Args:
+        config: The run.
+        name: The global name.
+        shape: The shape in the unsharded model.
+    """
+    if name.startswith(OWN):
+        return 0.0, config.position_learning_rate_mult
+    return config.optimizer.weight_decay if len(shape) == 2 else 0.0, 1.0
 
 
 def cut(pieces: Sequence[Piece]) -> list[list[int]]:

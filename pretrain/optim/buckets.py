@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from pretrain.config import RunConfig
 from pretrain.config.tensors import TIED
 from pretrain.model.gpt import Named
-from pretrain.optim import Piece, Settings, cut
+from pretrain.optim import Piece, Settings, cut, settings_of
 
 # ---- gradients ----
 # Sums of gradients over tensor and pipeline ranks, which neither autograd nor ZeRO computes.
@@ -172,7 +172,7 @@ def plan_buckets(config: RunConfig, parameters: Iterable[Named]) -> list[Bucket]
             named.name,
             named.parameter.numel(),
             is_completed_late(named),
-            _settings(config, named),
+            settings_of(config, named.name, named.global_shape),
             is_replicated=named.shape == named.global_shape,
         )
         for named in members
@@ -198,21 +198,12 @@ def plan_groups(config: RunConfig, parameters: Iterable[Named]) -> list[Bucket]:
     """
     groups: dict[Settings, list[nn.Parameter]] = {}
     for named in parameters:
-        groups.setdefault(_settings(config, named), []).append(named.parameter)
+        settings = settings_of(config, named.name, named.global_shape)
+        groups.setdefault(settings, []).append(named.parameter)
     return [
         Bucket(groups[settings], *settings, is_late=False, is_copy=False)
         for settings in sorted(groups, reverse=True)
     ]
-
-
-def _settings(config: RunConfig, named: Named) -> Settings:
-    """Return a parameter's weight decay and the factor on its learning rate.
-
-    Matrices are decayed; biases, norms and the position method's own parameters are not.
-    """
-    if named.name.startswith("position."):
-        return 0.0, config.position_learning_rate_mult
-    return config.optimizer.weight_decay if len(named.global_shape) == 2 else 0.0, 1.0
 
 
 # ---- Gather updated weights from the data-parallel ranks while the next forward pass begins ----

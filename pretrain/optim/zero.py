@@ -166,7 +166,7 @@ class ZeroOptimizer:
             chunks: This rank's model chunks. ZeRO 1 moves their parameters into flat tensors, and
                 ZeRO 3 replaces their storage.
         """
-        self.stage = _stage(config, topology)
+        self.stage = topology.layout.zero_stage
         self.before_change: Callable[[], None] = lambda: None
         """Called before the state changes. A save that still copies the state waits here."""
         self.is_fp16 = config.train.precision == "fp16"
@@ -359,11 +359,6 @@ class ZeroOptimizer:
         return scaled
 
 
-def _stage(config: RunConfig, topology: Topology) -> int:
-    """Return the ZeRO stage that the run uses: with one replica always stage 1."""
-    return 1 if topology.layout.replicas == 1 else config.parallel.zero_stage
-
-
 def deepspeed_config(config: RunConfig, topology: Topology) -> dict[str, Any]:
     """Return DeepSpeed's configuration. No other function makes one.
 
@@ -371,7 +366,7 @@ def deepspeed_config(config: RunConfig, topology: Topology) -> dict[str, Any]:
         config: The run.
         topology: The processes' layout.
     """
-    stage = _stage(config, topology)
+    stage = topology.layout.zero_stage
     # The default of 5e8 elements would take 2 GB in fp32, which a small model does not need.
     bucket_size = min(DEFAULT_BUCKET_SIZE, num_parameters(config))
     result: dict[str, Any] = {

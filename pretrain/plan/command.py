@@ -34,7 +34,6 @@ from pretrain.plan.memory import (
     check_counted,
     memory_of_rank,
     stages_of,
-    zero_stage,
 )
 from pretrain.plan.timing import (
     ALL_UP_TO,
@@ -145,7 +144,7 @@ class Planned:
         which need few keys of other context ranks, all keys are counted.
         """
         has_reach = self.layout.context > 1 and self.config.position.bias == "slopes"
-        return has_reach or zero_stage(self.config, self.layout) > 1
+        return has_reach or self.layout.zero_stage > 1
 
     @property
     def name(self) -> str:

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from pretrain.config import ConfigError, Layout, RunConfig, num_parameters
 from pretrain.config.tensors import TIED, ModelTensor, stage_tensors, widths
-from pretrain.optim import Piece, Settings, cut
+from pretrain.optim import Piece, Settings, cut, settings_of
 from pretrain.positions.base import OWN, by_layer
 
 # ---- The order in which Megatron's schedules run the micro batches of a pipeline stage ----
@@ -115,10 +115,10 @@ def buckets_of_rank(config: RunConfig, layout: Layout, stage: int) -> list[FlatB
         names = tuple(weights[number].name for number in members)
         return FlatBucket(-(-size // unit) * unit, is_late, names)
 
-    if zero_stage(config, layout) > 1:
+    if layout.zero_stage > 1:
         groups: dict[Settings, list[int]] = {}
         for number, weight in enumerate(weights):
-            groups.setdefault(_settings(config, weight), []).append(number)
+            groups.setdefault(settings_of(config, weight.name, weight.shape), []).append(number)
         return [flat(groups[settings], False) for settings in sorted(groups, reverse=True)]
     pieces = [_piece(config, weight) for weight in weights]
     return [flat(part, pieces[part[0]].is_late) for part in cut(pieces)]
@@ -185,11 +185,6 @@ def stages_of(config: RunConfig, layout: Layout) -> list[Stage]:
     ]
 
 
-def zero_stage(config: RunConfig, layout: Layout) -> int:
-    """Return the ZeRO stage that the run uses: with one replica it is always 1."""
-    return 1 if layout.replicas == 1 else config.parallel.zero_stage
-
-
 def _piece(c: RunConfig, weight: ModelTensor) -> Piece:
     """Return the properties that decide a parameter's bucket (`pretrain.optim.buckets`)."""
     parallel, tensor = c.parallel, c.parallel.tensor_model_parallel_size
@@ -200,14 +195,8 @@ def _piece(c: RunConfig, weight: ModelTensor) -> Piece:
         or (parallel.pipeline_model_parallel_size > 1 and is_tied)
     )
     is_replicated = weight.axis is None or tensor == 1
-    return Piece(weight.name, weight.of_rank(tensor), is_late, _settings(c, weight), is_replicated)
-
-
-def _settings(c: RunConfig, weight: ModelTensor) -> Settings:
-    """Return weight decay and learning-rate factor, as `pretrain.optim.buckets` sets them."""
-    if weight.name.startswith(OWN):
-        return 0.0, c.position_learning_rate_mult
-    return c.optimizer.weight_decay if len(weight.shape) == 2 else 0.0, 1.0
+    settings = settings_of(c, weight.name, weight.shape)
+    return Piece(weight.name, weight.of_rank(tensor), is_late, settings, is_replicated)
 
 
 # ---- activations ----
@@ -579,15 +568,14 @@ def _state(config: RunConfig, layout: Layout, stage: Stage) -> tuple[int, int, i
     padded = sum(bucket.num_elements for bucket in stage.buckets)
     # Masters and moments, and a count of steps for each group.
     optimizer = config.state_bytes * padded // data + 4 * len(stage.buckets)
-    zero = zero_stage(config, layout)
-    if zero == 1:
+    if layout.zero_stage == 1:
         wire = 0
         if data > 1 and config.parallel.gradient_reduce_dtype != "fp32":
             # The sent and the received copy of every bucket, until all have been summed.
             wire = 2 * 2 * padded
         return item * padded, 4 * padded, wire, optimizer
     buffer = min(ZERO_BUCKET, num_parameters(config))
-    if zero == 2:
+    if layout.zero_stage == 2:
         # The buffer in the precision of the model, and its cast to fp32.
         wire = (item + (4 if item == 2 else 0)) * buffer
         return item * padded, 4 * padded // data, wire, optimizer

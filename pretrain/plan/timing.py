@@ -17,7 +17,7 @@ from typing import NamedTuple
 from pretrain.config import Layout, RunConfig
 from pretrain.config.tensors import widths
 from pretrain.model import flops_per_token, model_flops_utilization, peak_tflops_per_second
-from pretrain.plan.memory import ZERO_LIVE, Activations, Stage, chunk_layers, zero_stage
+from pretrain.plan.memory import ZERO_LIVE, Activations, Stage, chunk_layers
 from pretrain.positions.base import PositionMethod, by_layer
 
 # ---- GPUs ----
@@ -449,10 +449,8 @@ class Step:
         self.num_layers = sum(layers for _, layers in chunk_layers(config, stage.number))
         self.has_output = stage.number == layout.pipeline - 1
         """This stage computes the logits."""
-        self.zero = zero_stage(config, layout)
-        """The ZeRO stage that the run uses."""
         self.costs = MODERN if self.device.is_modern else OF_V100
-        if self.zero > 1:
+        if self.layout.zero_stage > 1:
             sums = DEEPSPEED_SUMS if self.device.is_modern else {}
             self.costs = self.costs._replace(**DEEPSPEED, **sums)
 
@@ -591,10 +589,10 @@ class Step:
         parameters, tail = self.stage.parameters, self.stage.tail
         reduce, gather = self.reduction_ms(), self.ring_ms(2 * parameters)
         forward, backward = self.passes_ms()
-        if self.zero > 1:
+        if self.layout.zero_stage > 1:
             count = self.layout.num_microbatches
             # Gradients are reduced in every micro batch.
-            if self.zero == 3:
+            if self.layout.zero_stage == 3:
                 # Weights that DeepSpeed does not keep until the backward pass are gathered again.
                 again = max(0.0, 1 - ZERO_LIVE / parameters)
                 exposed = max(0.0, gather - forward) + max(0.0, again * gather - backward)
