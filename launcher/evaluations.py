@@ -39,14 +39,14 @@ from pretrain.config.schema import Section
 from pretrain.launcher import slurm
 from pretrain.launcher.ranks import SrunRanks
 from pretrain.launcher.site import Site
-from pretrain.launcher.submit import check_time
+from pretrain.launcher.submit import check_time, write_files
 from pretrain.launcher.supervise import Ranks, Signals, job_signals
 from pretrain.rundir.checkpoints import (
     checkpoint_step,
     checkpoints_awaiting_evaluation,
     named_by_step,
 )
-from pretrain.rundir.files import make_directory, publish_directory, replace_file
+from pretrain.rundir.files import make_directory, publish_directory
 from pretrain.rundir.jobs import append_job, job_id_of, read_jobs
 from pretrain.rundir.paths import ExitCode, JobKind, RunPaths, check_version
 from pretrain.rundir.trust import check_trusted, read_trusted
@@ -99,10 +99,7 @@ class Plan(Section):
 
 def write_plan(run: Path, plan: Plan) -> None:
     """Write RUN/evaluations/plan.json atomically. Raises RunFailed if it cannot be written."""
-    path = RunPaths(run).evaluation_plan
-    with writing(path):
-        make_directory(path.parent)
-        replace_file(path, str(plan))
+    write_files({RunPaths(run).evaluation_plan: str(plan)})
 
 
 def read_plan(run: Path) -> Plan:

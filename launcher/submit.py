@@ -455,7 +455,7 @@ def send(runs: Sequence[TrainingRun], job: slurm.Job, files: Mapping[Path, str])
     # Written before sbatch runs: on an idle cluster the job may start, and read the files, before
     # sbatch returns; and Slurm does not create the folder of --output, without which a job dies
     # with no message.
-    _write_files(launch_files, folders)
+    write_files(launch_files, folders)
     job_id = slurm.submit(job)
     ids = [f"{job_id}_{index}" if job.is_array else job_id for index in range(len(runs))]
     for index, (run_job_id, run) in enumerate(zip(ids, runs)):
@@ -496,7 +496,7 @@ def _launch_files(run: TrainingRun, job: slurm.Job, source: Source) -> dict[Path
     }
 
 
-def _write_files(files: Mapping[Path, str], folders: Sequence[Path]) -> None:
+def write_files(files: Mapping[Path, str], folders: Sequence[Path] = ()) -> None:
     """Create folders and write files that nobody else may write to."""
     for folder in [*folders, *(path.parent for path in files)]:
         with writing(folder):

@@ -205,17 +205,16 @@ class Refusal(NamedTuple):
 
 
 # ---- Tables, sizes and times ---------------------------------------------------------------------
-def columns(rows: Sequence[Sequence[str]], right: Collection[int], gap: str = "  ") -> list[str]:
+def columns(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
     """Return the lines of a table.
 
     Args:
         rows: The cells of each row, as many in each, the head first.
         right: Numbers of the columns that are aligned to the right.
-        gap: What stands between two columns.
     """
     widths = [max(map(len, column)) for column in zip(*rows)]
     return [
-        gap.join(
+        "  ".join(
             cell.rjust(width) if number in right else cell.ljust(width)
             for number, (cell, width) in enumerate(zip(row, widths))
         ).rstrip()

@@ -36,7 +36,6 @@ from pretrain.data.shards import (
     PIECE_BYTES,
     CorpusRecord,
     Manifest,
-    Shard,
     Split,
     missing_data_set,
     parse_manifest,
@@ -104,7 +103,7 @@ class VerifiedReader:
         # Least recently used descriptors are closed first. Threads may share the caches, which are
         # C code, and a descriptor is closed only when no thread reads from it.
         self._open = functools.lru_cache(max_open_shards())(
-            functools.partial(_open_shard, files, m.shards)
+            lambda number: _opened(files, m.shards[number].name)
         )
         opened = functools.lru_cache(1)(functools.partial(_opened, files, CHECKSUMS))
         self._page = functools.lru_cache(_PAGES)(functools.partial(_page, files, opened))
@@ -232,10 +231,6 @@ def max_open_shards() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     quarter = MAX_OPEN_SHARDS if soft == resource.RLIM_INFINITY else soft // 4
     return max(1, min(MAX_OPEN_SHARDS, quarter))
-
-
-def _open_shard(files: Folder, shards: tuple[Shard, ...], number: int) -> Descriptor:
-    return _opened(files, shards[number].name)
 
 
 def _opened(files: Folder, name: str) -> Descriptor:

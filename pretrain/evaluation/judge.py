@@ -87,14 +87,14 @@ class Gap(NamedTuple):
         """Return (low end, ratio of the perplexities, high end)."""
         return bounded_exp(self.low), bounded_exp(self.value), bounded_exp(self.high)
 
-    def ratio_in_words(self, of: str = "times") -> str:
+    def ratio_in_words(self) -> str:
         """Return the ratio with its range, as in "0.868 times (0.861 to 0.875)"."""
         low, value, high = self.ratios()
         if not low < high:
-            return f"{value:.3f} {of}"
+            return f"{value:.3f} times"
         # More digits for a range that three decimals would hide, because it decides the verdict.
         digits = 3 if high - low >= 0.002 else 5
-        return f"{value:.{digits}f} {of} ({low:.{digits}f} to {high:.{digits}f})"
+        return f"{value:.{digits}f} times ({low:.{digits}f} to {high:.{digits}f})"
 
     def _judge(self, is_so: bool, is_not: bool) -> Verdict:
         if math.isnan(self.low) or math.isnan(self.high):

@@ -128,22 +128,18 @@ def check_readable(directory: Path) -> None:
             )
 
 
-def read_trusted(path: Path, most: int | None = MAX_BYTES) -> str:
+def read_trusted(path: Path) -> str:
     """Return the text of a file that only this user or root can have written.
 
     The file is opened once, and both the checks and the read use the open file, so renames in
     between cannot replace it. Its folder must be as trusted as the file, and the folders above must
     pass `check_above`.
 
-    Args:
-        path: The file.
-        most: The largest size in bytes; None for any.
-
     Raises:
         OSError: The file is missing, not a regular file, a link, or too large.
         ConfigError: Another user owns the file or its folder, or may write to them.
     """
-    return read_bytes(path, most, open_trusted).decode(errors="replace")
+    return read_bytes(path, MAX_BYTES, open_trusted).decode(errors="replace")
 
 
 def open_trusted(path: Path) -> IO[bytes]:
