@@ -130,7 +130,7 @@ def look(path: str) -> tuple[int, int]:
         return status.st_size, status.st_mtime_ns
 
 
-def open_stored(path: str) -> io.BufferedReader:
+def open_stored(path: str | Path) -> io.BufferedReader:
     """Open a location for reading its bytes as they are stored.
 
     Raises:
@@ -142,7 +142,7 @@ def open_stored(path: str) -> io.BufferedReader:
 
 
 @contextlib.contextmanager
-def reading(where: str, *, allow_missing: bool = True) -> Iterator[None]:
+def reading(where: str | Path, *, allow_missing: bool = True) -> Iterator[None]:
     """Turn the errors of reading a file into a RunFailed that names it.
 
     Args:
@@ -159,7 +159,7 @@ def reading(where: str, *, allow_missing: bool = True) -> Iterator[None]:
         raise unreadable(where, error) from error
 
 
-def unreadable(where: str, error: Exception) -> RunFailed:
+def unreadable(where: str | Path, error: Exception) -> RunFailed:
     """Return the error for a file that cannot be read."""
     reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
     return RunFailed(
@@ -170,56 +170,27 @@ def unreadable(where: str, error: Exception) -> RunFailed:
 # ---- The files of a split ----
 
 
-class Folder:
-    """The directory of a split, or of a data set."""
+def chunks(path: Path) -> Iterator[bytes]:
+    """Yield the content of a file.
 
-    def __init__(self, location: str | Path) -> None:
-        self.location = str(location)
+    Raises:
+        FileNotFoundError: It is missing.
+        RunFailed: It cannot be read.
+    """
+    with reading(path), open_stored(path) as file:
+        while chunk := file.read(_CHUNK):
+            yield chunk
 
-    def where(self, name: str) -> str:
-        """Return the path of a file, for messages."""
-        return f"{self.location.rstrip('/')}/{name}"
 
-    def parent(self) -> Folder:
-        """Return the folder above: the data set."""
-        # With pathlib, because a local split may be given as "train" or "data/..".
-        return Folder(Path(self.location).absolute().parent)
-
-    def sizes(self) -> dict[str, int]:
-        """Return the size of every file."""
-        with reading(self.location), os.scandir(self.location) as entries:
-            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
-
-    def chunks(self, name: str) -> Iterator[bytes]:
-        """Yield the content of a file.
-
-        Raises:
-            FileNotFoundError: It is missing.
-            RunFailed: It cannot be read.
-        """
-        where = self.where(name)
-        with reading(where), open_stored(where) as file:
-            while chunk := file.read(_CHUNK):
-                yield chunk
-
-    def read(self, name: str) -> bytes:
-        """Return the content of a small file. Raises the errors of `chunks`."""
-        return b"".join(self.chunks(name))
-
-    def open(self, name: str) -> Descriptor:
-        """Open a file to read ranges of it.
-
-        Raises:
-            FileNotFoundError: It is missing.
-            OSError: It cannot be opened.
-        """
-        return Descriptor(self.where(name))
+def read(path: Path) -> bytes:
+    """Return the content of a small file. Raises the errors of `chunks`."""
+    return b"".join(chunks(path))
 
 
 class Descriptor:
     """An open local file, which is closed when its last user drops it."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: Path) -> None:
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def read(self, size: int, offset: int) -> bytes:
@@ -235,7 +206,7 @@ class Descriptor:
             os.close(self.number)
 
 
-def missing(where: str, manifest: str | None = None) -> ConfigError:
+def missing(path: Path, manifest: Path | None = None) -> ConfigError:
     """Return the error for a missing file that a manifest, by default the one beside it, names."""
-    manifest = manifest or f"{where.rsplit('/', 1)[0]}/manifest.json"
-    return ConfigError(f"{where}: missing, but {manifest} names it. {rebuild_advice(manifest)}")
+    manifest = manifest or path.with_name("manifest.json")
+    return ConfigError(f"{path}: missing, but {manifest} names it. {rebuild_advice(manifest)}")

@@ -21,12 +21,7 @@ import xxhash
 from tqdm import tqdm
 
 from pretrain.config import ConfigError, RunConfig, RunFailed
-from pretrain.data.files import (
-    Descriptor,
-    Folder,
-    missing,
-    reading,
-)
+from pretrain.data.files import Descriptor, chunks, missing, read, reading
 from pretrain.data.shards import (
     BUILD_RECORD,
     CHECKSUM_BYTES,
@@ -72,15 +67,15 @@ xxh3_64 = xxhash.xxh3_64_intdigest
 class VerifiedReader:
     """Reads tokens of a split's shards with positioned reads. Thread-safe."""
 
-    def __init__(self, files: Folder, manifest: Manifest) -> None:
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
         """Compute the layout from the manifest in O(shards), without opening shards.
 
         Args:
-            files: The folder of the split.
+            folder: The folder of the split.
             manifest: The split's manifest.
         """
         m = manifest
-        self._folder, self._manifest = files, manifest
+        self._folder, self._manifest = folder, manifest
         layout = m.layout
         self._sizes = (
             layout.tokens_per_piece,
@@ -103,10 +98,11 @@ class VerifiedReader:
         # Least recently used descriptors are closed first. Threads may share the caches, which are
         # C code, and a descriptor is closed only when no thread reads from it.
         self._open = functools.lru_cache(max_open_shards())(
-            lambda number: _opened(files, m.shards[number].name)
+            lambda number: _opened(folder / m.shards[number].name)
         )
-        opened = functools.lru_cache(1)(functools.partial(_opened, files, CHECKSUMS))
-        self._page = functools.lru_cache(_PAGES)(functools.partial(_page, files, opened))
+        checksums = folder / CHECKSUMS
+        opened = functools.lru_cache(1)(functools.partial(_opened, checksums))
+        self._page = functools.lru_cache(_PAGES)(functools.partial(_page, checksums, opened))
         self._scratch = _Scratch(layout.dtype)
 
     def fill(self, tokens: np.ndarray, starts: list[int], count: int) -> None:
@@ -188,7 +184,7 @@ class VerifiedReader:
         """
         *_, pieces_per_block, block_bytes, _ = self._sizes
         offset = HEADER_BYTES + block * block_bytes + piece * PIECE_BYTES
-        where = self._folder.where(self._manifest.shards[shard].name)
+        where = self._folder / self._manifest.shards[shard].name
         content = _read(where, lambda: self._open(shard), size, offset)
         for begin in range(0, size, PIECE_BYTES):
             part, whole = content[begin : begin + PIECE_BYTES], min(PIECE_BYTES, size - begin)
@@ -200,13 +196,13 @@ class VerifiedReader:
             stored = self._page(page)[place * CHECKSUM_BYTES :][:CHECKSUM_BYTES]
             checksum = xxh3_64(part, self._seeds[shard] + number)
             if checksum.to_bytes(CHECKSUM_BYTES, "little") != stored:
-                problem = f"its checksum is not that in {self._folder.where(CHECKSUMS)}: one of the"
-                problem += " two files is damaged"
+                problem = f"its checksum is not that in {self._folder / CHECKSUMS}: one of the two"
+                problem += " files is damaged"
                 raise self._damaged(shard, block, offset + begin, problem)
         return content
 
     def _damaged(self, shard: int, block: int, offset: int, problem: str) -> ConfigError:
-        where = self._folder.where(self._manifest.shards[shard].name)
+        where = self._folder / self._manifest.shards[shard].name
         return ConfigError(
             f"{where}: damaged: block {block}, {PIECE_BYTES} bytes from byte {offset}: {problem}. "
             f"`pretrain data verify` names every damaged file. {rebuild_advice(where)}"
@@ -233,19 +229,19 @@ def max_open_shards() -> int:
     return max(1, min(MAX_OPEN_SHARDS, quarter))
 
 
-def _opened(files: Folder, name: str) -> Descriptor:
+def _opened(path: Path) -> Descriptor:
     try:
-        return files.open(name)
+        return Descriptor(path)
     except FileNotFoundError:
-        raise missing(files.where(name)) from None
+        raise missing(path) from None
 
 
-def _page(files: Folder, opened: Callable[[], Descriptor], number: int) -> bytes:
+def _page(path: Path, opened: Callable[[], Descriptor], number: int) -> bytes:
     """Return a page of checksums, which may be short at the end of the file."""
-    return _read(files.where(CHECKSUMS), opened, _PAGE_BYTES, number * _PAGE_BYTES)
+    return _read(path, opened, _PAGE_BYTES, number * _PAGE_BYTES)
 
 
-def _read(where: str, opened: Callable[[], Descriptor], size: int, offset: int) -> bytes:
+def _read(where: Path, opened: Callable[[], Descriptor], size: int, offset: int) -> bytes:
     """Return `size` bytes of a file of a split, or fewer at its end."""
     try:
         with reading(where):
@@ -257,21 +253,22 @@ def _read(where: str, opened: Callable[[], Descriptor], size: int, offset: int) 
 # ---- Check the sizes and the tokenizer of a split, without reading its shards ----
 
 
-def problems(files: Folder, manifest: Manifest) -> Iterator[ConfigError]:
+def problems(folder: Path, manifest: Manifest) -> Iterator[ConfigError]:
     """Yield the problems of a split that sizes and the tokenizer show."""
-    yield from wrong_sizes(files, manifest)
-    yield from wrong_tokenizer(files, manifest)
+    yield from wrong_sizes(folder, manifest)
+    yield from wrong_tokenizer(folder, manifest)
 
 
-def wrong_sizes(files: Folder, manifest: Manifest) -> Iterator[ConfigError]:
+def wrong_sizes(folder: Path, manifest: Manifest) -> Iterator[ConfigError]:
     """Yield the problems that file sizes show, with one stat per file."""
     try:
-        sizes = files.sizes()
+        with reading(folder), os.scandir(folder) as entries:
+            sizes = {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
     except FileNotFoundError:
         sizes = {}
     expected = [(s.name, s.bytes) for s in manifest.shards]
     for name, size in [(CHECKSUMS, manifest.checksums_bytes), *expected]:
-        where, found = files.where(name), sizes.get(name)
+        where, found = folder / name, sizes.get(name)
         if found is None:
             yield missing(where)
         elif found != size:
@@ -281,20 +278,19 @@ def wrong_sizes(files: Folder, manifest: Manifest) -> Iterator[ConfigError]:
             )
 
 
-def wrong_tokenizer(files: Folder, manifest: Manifest) -> Iterator[ConfigError]:
+def wrong_tokenizer(folder: Path, manifest: Manifest) -> Iterator[ConfigError]:
     """Yield the problem of the tokenizer, if any."""
-    parent = files.parent()
-    where = parent.where(manifest.tokenizer)
+    where = folder.absolute().parent / manifest.tokenizer
     try:
-        digest = hashlib.sha256(parent.read(manifest.tokenizer)).hexdigest()
+        digest = hashlib.sha256(read(where)).hexdigest()
     except FileNotFoundError:
-        yield missing(where, files.where(MANIFEST))
+        yield missing(where, folder / MANIFEST)
         return
     if digest != manifest.tokenizer_sha256:
         yield ConfigError(
             f"{where}: wrong tokenizer: its SHA-256 is {digest}, but the shards of "
-            f"{files.location} were made with the tokenizer whose SHA-256 is "
-            f"{manifest.tokenizer_sha256}. {rebuild_advice(files.where(MANIFEST))}"
+            f"{folder} were made with the tokenizer whose SHA-256 is "
+            f"{manifest.tokenizer_sha256}. {rebuild_advice(folder / MANIFEST)}"
         )
 
 
@@ -341,16 +337,15 @@ class TokenStream:
             RunFailed: A file exists and cannot be read.
         """
         self.directory = Path(directory)
-        self.files = Folder(directory)
-        self.manifest = m = _load_manifest(self.files)
-        for problem in (problems if check_sizes else wrong_tokenizer)(self.files, m):
+        self.manifest = m = _load_manifest(self.directory)
+        for problem in (problems if check_sizes else wrong_tokenizer)(self.directory, m):
             raise problem
         self.documents, self.text_bytes, self.corpora = m.documents, m.text_bytes, m.corpora
         self.vocab_size, self.eos_id = m.vocab_size, m.eos_id
         self.tokenizer_sha256 = m.tokenizer_sha256
         ends = accumulate((corpus.tokens for corpus in m.corpora), initial=0)
         self.starts = dict(zip((corpus.name for corpus in m.corpora), ends))
-        self._reader = VerifiedReader(self.files, m)
+        self._reader = VerifiedReader(self.directory, m)
 
     def __len__(self) -> int:
         return self.manifest.tokens
@@ -373,14 +368,15 @@ class TokenStream:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     @property
-    def data_set(self) -> str:
+    def data_set(self) -> Path:
         """Return the directory of the whole data set."""
-        return self.files.parent().location
+        # Absolute, because a split may be given as "train" or "data/..".
+        return self.directory.absolute().parent
 
     @property
     def tokenizer_path(self) -> Path:
         """Return the path of the data set's tokenizer."""
-        return Path(self.data_set, self.manifest.tokenizer)
+        return self.data_set / self.manifest.tokenizer
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Return tokens [start, start + count) as int64 [count], across blocks and shards.
@@ -422,7 +418,7 @@ class TokenStream:
             # The checksum is right, so whoever wrote the data set did not check the ids.
             raise ConfigError(
                 f"{self.directory}: holds the token id {tokens.max()}, but vocab_size = "
-                f"{self.vocab_size}. {rebuild_advice(self.files.where(MANIFEST))}"
+                f"{self.vocab_size}. {rebuild_advice(self.directory / MANIFEST)}"
             )
         return tokens
 
@@ -467,27 +463,27 @@ def verify(directory: str | Path) -> None:
     Raises:
         ConfigError: Files are missing or damaged; the message names all of them.
     """
-    found, todo = list[str](), list[tuple[Folder, str, int, str]]()
-    data_set, manifests = Folder(directory), list[Manifest]()
+    found, todo = list[str](), list[tuple[Path, int, str]]()
+    data_set, manifests = Path(directory), list[Manifest]()
     for split in get_args(Split):
-        files = Folder(data_set.where(split))
+        folder = data_set / split
         try:
-            m = _load_manifest(files)
+            m = _load_manifest(folder)
             if m.split != split:
                 raise ConfigError(
-                    f"{files.where(MANIFEST)}: is of the {m.split} split. "
-                    f"{rebuild_advice(files.where(MANIFEST))}"
+                    f"{folder / MANIFEST}: is of the {m.split} split. "
+                    f"{rebuild_advice(folder / MANIFEST)}"
                 )
-            found += map(str, problems(files, m))
-            todo.append((files, CHECKSUMS, m.checksums_bytes, m.checksums_xxh3_128))
-            todo += ((files, shard.name, shard.bytes, shard.xxh3_128) for shard in m.shards)
+            found += map(str, problems(folder, m))
+            todo.append((folder / CHECKSUMS, m.checksums_bytes, m.checksums_xxh3_128))
+            todo += ((folder / shard.name, shard.bytes, shard.xxh3_128) for shard in m.shards)
             manifests.append(m)
         except (ConfigError, RunFailed) as error:
             found.append(str(error))
     try:
         # Without a manifest nothing says which data set the record should be of.
         record = build_record(data_set, *manifests) if manifests else {"files": {}}
-        todo += ((data_set, name, *sealed_as) for name, sealed_as in record["files"].items())
+        todo += ((data_set / name, *sealed_as) for name, sealed_as in record["files"].items())
     except (ConfigError, RunFailed) as error:
         found.append(str(error))
     found += _damaged(todo, known=found)
@@ -496,23 +492,24 @@ def verify(directory: str | Path) -> None:
         raise ConfigError("\n".join(dict.fromkeys(found)))
 
 
-def _load_manifest(files: Folder) -> Manifest:
+def _load_manifest(folder: Path) -> Manifest:
+    path = folder / MANIFEST
     try:
-        return parse_manifest(files.read(MANIFEST), files.where(MANIFEST))
+        return parse_manifest(read(path), path)
     except FileNotFoundError:
-        raise missing_data_set(files.where(MANIFEST)) from None
+        raise missing_data_set(path) from None
 
 
-def build_record(data_set: Folder, *manifests: Manifest) -> Json:
+def build_record(data_set: Path, *manifests: Manifest) -> Json:
     """Return the content of build.json, after checking that it belongs to these manifests.
 
     Raises:
         ConfigError: build.json is missing or damaged, or of another data set.
     """
-    where = data_set.where(BUILD_RECORD)
+    where = data_set / BUILD_RECORD
     advice = rebuild_advice(where)
     try:
-        record = unsealed(data_set.read(BUILD_RECORD))
+        record = unsealed(read(where))
     except FileNotFoundError:
         raise ConfigError(f"{where}: missing. {advice}") from None
     # A manifest is sealed too, but has no "files".
@@ -522,46 +519,43 @@ def build_record(data_set: Folder, *manifests: Manifest) -> Json:
         digest = xxhash.xxh3_128_hexdigest(manifest.text().encode())
         name = f"{manifest.split}/{MANIFEST}"
         if record["files"][name][1] != digest:
-            raise ConfigError(
-                f"{where}: is of another data set than {data_set.where(name)}. {advice}"
-            )
+            raise ConfigError(f"{where}: is of another data set than {data_set / name}. {advice}")
     return record
 
 
-def _damaged(todo: list[tuple[Folder, str, int, str]], known: list[str]) -> list[str]:
+def _damaged(todo: list[tuple[Path, int, str]], known: list[str]) -> list[str]:
     """Return a message for every damaged file.
 
     Args:
-        todo: The folder, name, size and XXH3-128 of each file.
+        todo: The path, size and XXH3-128 of each file.
         known: Messages that begin with the name of a file; such files are not read.
     """
     named = {message.partition(": ")[0] for message in known}
-    todo = [each for each in todo if each[0].where(each[1]) not in named]
-    total = sum(size for _, _, size, _ in todo)
+    todo = [each for each in todo if str(each[0]) not in named]
+    total = sum(size for _, size, _ in todo)
     # disable=None draws the bar on a terminal and nothing into a log file.
     with (
         tqdm(desc="verify", total=total, unit="B", unit_scale=True, disable=None) as bar,
         ThreadPoolExecutor(THREADS) as pool,
     ):
-        results = pool.map(lambda each: _problem(each[0], each[1], each[3], bar.update), todo)
+        results = pool.map(lambda each: _problem(each[0], each[2], bar.update), todo)
         return [message for message in results if message]
 
 
-def _problem(files: Folder, name: str, expected: str, seen: Callable[[int], object]) -> str | None:
+def _problem(path: Path, expected: str, seen: Callable[[int], object]) -> str | None:
     """Hash a file; return a message if it cannot be read or has another digest."""
-    where = files.where(name)
     digest = xxhash.xxh3_128()
     try:
-        for chunk in files.chunks(name):
+        for chunk in chunks(path):
             digest.update(chunk)
             seen(len(chunk))
     except FileNotFoundError:
-        return str(missing(where))
+        return str(missing(path))
     except RunFailed as error:
         return str(error)
     if digest.hexdigest() == expected:
         return None
     return (
-        f"{where}: damaged: its XXH3-128 is {digest.hexdigest()}, but the manifest says "
-        f"{expected}. {rebuild_advice(where)}"
+        f"{path}: damaged: its XXH3-128 is {digest.hexdigest()}, but the manifest says "
+        f"{expected}. {rebuild_advice(path)}"
     )

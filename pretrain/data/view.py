@@ -11,7 +11,7 @@ import xxhash
 
 from pretrain.config import ConfigError, RunConfig
 from pretrain.data import order
-from pretrain.data.files import missing
+from pretrain.data.files import missing, read
 from pretrain.data.shards import BUILD_RECORD, DOCUMENTS, MANIFEST, Split, rebuild_advice
 from pretrain.data.stream import TokenStream, build_record, open_stream
 from pretrain.data.tokenizer import load_tokenizer
@@ -42,7 +42,7 @@ class Origins:
     def __init__(self, stream: TokenStream) -> None:
         """Open the index of documents, without reading the documents."""
         self._stream = stream
-        record = build_record(stream.files.parent(), stream.manifest)
+        record = build_record(stream.data_set, stream.manifest)
         self._tasks: list[Any] = record["tasks"]
         self._digests: dict[str, tuple[int, str]] = record["files"]
         # (corpus, task) in the order of the stream, and the first token of each.
@@ -93,17 +93,17 @@ class Origins:
     def _rows(self, number: int) -> np.ndarray:
         """Return the index of one task."""
         corpus, task = self._written[number]
-        files, name = self._stream.files, f"{DOCUMENTS}/{corpus}-{task:06d}.npy"
-        where = files.where(name)
+        name = f"{DOCUMENTS}/{corpus}-{task:06d}.npy"
+        where = self._stream.directory / name
         try:
-            raw = files.read(name)
+            raw = read(where)
         except FileNotFoundError:
-            raise missing(where, files.parent().where(BUILD_RECORD)) from None
+            raise missing(where, self._stream.data_set / BUILD_RECORD) from None
         expected = self._digests[f"{self._stream.manifest.split}/{name}"][1]
         if xxhash.xxh3_128_hexdigest(raw) != expected:
             raise ConfigError(
                 f"{where}: damaged: its XXH3-128 is not that in build.json. "
-                f"{rebuild_advice(files.where(MANIFEST))}"
+                f"{rebuild_advice(self._stream.directory / MANIFEST)}"
             )
         rows: np.ndarray = np.load(io.BytesIO(raw))
         return rows
@@ -215,9 +215,9 @@ def summary(directory: str) -> Iterator[str]:
 
 
 def _summary(streams: dict[Split, TokenStream]) -> Iterator[str]:
-    data_set = streams["train"].files.parent()
+    data_set = streams["train"].data_set
     report = build_record(data_set, *(stream.manifest for stream in streams.values()))["report"]
-    yield f"{streams['train'].data_set}: tokenizer of {streams['train'].vocab_size:,} pieces"
+    yield f"{data_set}: tokenizer of {streams['train'].vocab_size:,} pieces"
     for split, stream in streams.items():
         shards = len(stream.manifest.shards)
         yield f"{split}: {_amount(report[split])}, {shards:,} shard{'s' * (shards != 1)}"

@@ -467,7 +467,7 @@ def check_sizes(topology: Topology, streams: Streams) -> None:
     problem: ConfigError | RunFailed | None = None
     if hosts.index(host_name()) == topology.rank:
         try:
-            found = (wrong_sizes(stream.files, stream.manifest) for stream in streams)
+            found = (wrong_sizes(stream.directory, stream.manifest) for stream in streams)
             problem = next(chain(*found), None)
         except RunFailed as error:
             problem = error

@@ -201,7 +201,7 @@ def _is_up_to_date(directory: Path, plan: Plan) -> bool:
             f"({BUILD_RECORD} is missing or damaged). {remedy}"
         )
     streams = [TokenStream(directory / split) for split in SPLITS]
-    record = build_record(streams[0].files.parent(), *(stream.manifest for stream in streams))
+    record = build_record(streams[0].data_set, *(stream.manifest for stream in streams))
     if different := differences(record["inputs"], plan):
         raise ConfigError(
             f"data.directory = {directory}: holds a data set built from other inputs: "
