@@ -50,23 +50,15 @@ __all__ = [
     "writing",
 ]
 
-_HOMES = {
-    "EvaluationRequest": "load",
-    "Layout": "run",
-    "RunConfig": "run",
-    "dump_config": "load",
-    "load_config": "load",
-    "num_parameters": "tensors",
-    "num_parameters_of_rank": "tensors",
-    "parse_config": "load",
-}
-"""Name -> the module that defines it."""
+_LAZY = ("tensors", "run", "load")
+"""The modules of the other names. Each imports those before it."""
 
 
 def __getattr__(name: str) -> Any:
     """Import the module of a name when it is first used."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+    for home in _LAZY if name in __all__ else ():
+        module = import_module(f"{__name__}.{home}")
+        if hasattr(module, name):
+            value = globals()[name] = getattr(module, name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
