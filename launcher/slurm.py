@@ -436,23 +436,18 @@ def jobs(ids: Iterable[str], tries: int = 1) -> dict[str, JobState]:
     asked = set(ids)
     if not asked:
         return {}
-    ids = ",".join(sorted(asked))
-    states = _states("--array", "--states=all", f"--jobs={ids}", tries=tries)
-    return {key: state for state in states for key in (state.raw_id, state.job_id) if key in asked}
-
-
-def _states(*query: str, tries: int = 1) -> list[JobState]:
-    """Return the jobs that squeue lists; see `jobs`."""
     # "Field:|" prints a field without padding, followed by a bar.
     columns = ",".join(f"{field}:|" for field in _FIELDS)
+    query = ["--array", "--states=all", f"--jobs={','.join(sorted(asked))}", f"--Format={columns}"]
     try:
-        answer = _squeue([*query, f"--Format={columns}"], tries)
+        lines = _squeue(query, tries).stdout.splitlines()
     except SlurmError as error:
         # squeue fails like this for a single forgotten id; among several it leaves one out.
         if _UNKNOWN_JOB in str(error):
-            return []
+            return {}
         raise
-    return [_parse(line) for line in answer.stdout.splitlines() if line.count("|") >= len(_FIELDS)]
+    states = [_parse(line) for line in lines if line.count("|") >= len(_FIELDS)]
+    return {key: state for state in states for key in (state.raw_id, state.job_id) if key in asked}
 
 
 def job(job_id: str) -> JobState | None:
@@ -563,7 +558,7 @@ def _split_pending_tasks(job_id: str) -> None:
             run_command("scontrol", ["update", f"JobId={array}_[{tasks}]", "Requeue=1"])
 
 
-def _squeue(arguments: Sequence[str], tries: int = 1) -> subprocess.CompletedProcess[str]:
+def _squeue(arguments: Sequence[str], tries: int) -> subprocess.CompletedProcess[str]:
     """Run squeue without its header; run it again if it fails, unless the job is unknown.
 
     Raises:
@@ -668,10 +663,13 @@ def has_lost_batch_host(job_id: str) -> bool:
 
 def lead_seconds(sbatch: Sequence[str]) -> float:
     """Return how many seconds before the time limit a job gets the signal to save; 0 if never."""
-    for word in sbatch:
-        if match := re.fullmatch(r"--signal=(?:[BR]*:)?USR1@(\d+)", word):
-            return float(match[1])
-    return 0.0
+    return _number(r"--signal=(?:[BR]*:)?USR1@(\d+)", sbatch, 0)
+
+
+def _number(option: str, words: Sequence[str], default: int) -> int:
+    """Return the number in the first of some words that is an option, given as a pattern."""
+    found = (re.fullmatch(option, word) for word in words)
+    return next((int(match[1]) for match in found if match), default)
 
 
 def survives_nodes(options: Sequence[str]) -> bool:
@@ -833,15 +831,13 @@ def nodes_of_ranks(step: Sequence[str], nodes: Sequence[str]) -> list[str]:
         step: The command that starts the ranks.
         nodes: The nodes of the step, in Slurm's order.
     """
-    found = (re.fullmatch(r"--ntasks-per-node=(\d+)", word) for word in step)
-    tasks = next((int(match[1]) for match in found if match), 0)
+    tasks = _number(r"--ntasks-per-node=(\d+)", step, 0)
     return [node for node in nodes for _ in range(tasks)]
 
 
 def num_tasks(step: Sequence[str]) -> int:
     """Return how many tasks a step has (`Job.step`)."""
-    found = (re.fullmatch(r"--ntasks=(\d+)", word) for word in step)
-    return next((int(match[1]) for match in found if match), 1)
+    return _number(r"--ntasks=(\d+)", step, 1)
 
 
 def first_failure(lines: Sequence[str], code: int) -> tuple[str, tuple[str, ...]]:

@@ -229,12 +229,19 @@ def write_report(out: Path, records: Sequence[Record], style: str = "paper") -> 
     page.add("## How to read it", protocols_explained(records), INTERVALS_EXPLAINED)
     page.add(LONGPPL_EXPLAINED if any(record.get(LONGPPL) for record in records) else "")
     page.add(source_table(make_curves(records)).markdown())
-    _save(out, records, page)
+    save(out, records, page)
 
 
-def _save(out: Path, records: Sequence[Record], page: Page) -> None:
-    """Write a report's files: the numbers first, and last the text that refers to all others."""
-    files = {out.name: records_json(records), **page.files, TEXT: page.text().encode()}
+def save(out: Path, records: Sequence[Record], page: Page, text: str = TEXT) -> None:
+    """Write a report's files: the numbers first, and last the text that refers to all others.
+
+    Args:
+        out: The file of the numbers.
+        records: The numbers.
+        page: The text, and its figures.
+        text: The name of the text's file, beside `out`.
+    """
+    files = {out.name: records_json(records), **page.files, text: page.text().encode()}
     write_files(out.parent, files)
 
 
@@ -464,7 +471,7 @@ def _write(directory: Path, evaluated: Evaluated) -> None:
     _add_by_length(page, [r for r in records if r["step"] == newest], "curve")
     page.add("## How to read it", protocols_explained(records), INTERVALS_EXPLAINED)
     # Losses by block and by position are only in the folders of the steps.
-    _save(directory / "curve.json", [fields_of(record) for record in records], page)
+    save(directory / "curve.json", [fields_of(record) for record in records], page)
 
 
 # ---- Combine evaluated runs and earlier reports into one report ----

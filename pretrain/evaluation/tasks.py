@@ -48,10 +48,9 @@ from pretrain.evaluation.records import (
     cluster_interval,
     grouped,
     length_label,
-    records_json,
     wilson_interval,
 )
-from pretrain.evaluation.report import Page, check_out, write_files
+from pretrain.evaluation.report import Page, check_out, save
 from pretrain.evaluation.task_samples import TASKS, Drawn, Task, Text
 from pretrain.evaluation.windows import NONOVERLAPPING, Protocol
 from pretrain.model.forward import is_reporting_rank, run_schedule
@@ -301,8 +300,7 @@ def write_report(out: Path, records: Sequence[Record]) -> None:
     )
     page.show(out.stem, "Accuracy by length, mean over the depths.", *_lines(records))
     page.add(*(table.markdown() for table in make_tables(records)))
-    files = {out.name: records_json(records), **page.files, f"{out.stem}.md": page.text().encode()}
-    write_files(out.parent, files)
+    save(out, records, page, f"{out.stem}.md")
 
 
 # ---- the model ----------------------------------------------------------------------------------
