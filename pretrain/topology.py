@@ -519,10 +519,16 @@ def initialize(config: RunConfig, process: Process | None = None) -> Topology:
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(platform.backend(), store=store, rank=0, world_size=1)
         else:
+            # Half of the limit after which the watchdog ends a start, so that the error is printed
+            # first.
+            seconds = config.recovery.startup_seconds / 2
+            shared = meet(process, min(COLLECTIVE_TIMEOUT.total_seconds(), seconds))
+            shared.set_timeout(COLLECTIVE_TIMEOUT)
             dist.init_process_group(
                 platform.backend(),
-                # The process group keeps the store, and so the port of rank 0, until `finish`.
-                store=_meet(process, config.recovery.startup_seconds),
+                # The process group keeps the store, and so the port of rank 0, until `finish`. The
+                # name is that of a store that init_process_group makes itself.
+                store=PrefixStore("default_pg", shared),
                 rank=process.rank,
                 world_size=process.world_size,
                 timeout=COLLECTIVE_TIMEOUT,
@@ -568,16 +574,6 @@ def own_part(length: int) -> slice:
     group = context_group()
     size = length // group.size()
     return slice(group.rank() * size, (group.rank() + 1) * size)
-
-
-def _meet(process: Process, startup_seconds: float) -> dist.Store:  # type: ignore[name-defined]
-    """Find the other processes, and return the store that they share."""
-    # Half of the limit after which the watchdog ends a start, so that the error is printed first.
-    seconds = min(COLLECTIVE_TIMEOUT.total_seconds(), startup_seconds / 2)
-    store = meet(process, seconds)
-    store.set_timeout(COLLECTIVE_TIMEOUT)
-    # The name under which init_process_group puts a store that it makes itself.
-    return dist.PrefixStore("default_pg", store)  # type: ignore[attr-defined]
 
 
 # ---- what the ranks tell each other ----

@@ -79,11 +79,14 @@ def is_completed_late(named: Named) -> bool:
         )
         or (
             parallel_state.get_pipeline_model_parallel_world_size() > 1
-            and named.name == TIED
-            # Megatron's mark on weights that the first and the last stage share.
-            and hasattr(named.parameter, "shared_embedding")
+            and is_shared_embedding(named)
         )
     )
+
+
+def is_shared_embedding(named: Named) -> bool:
+    """Return True for a tied embedding, by Megatron's mark that two stages may share it."""
+    return named.name == TIED and hasattr(named.parameter, "shared_embedding")
 
 
 def gradient(parameter: nn.Parameter) -> Tensor | None:

@@ -33,6 +33,7 @@ from pretrain import platform
 from pretrain.config import MemoryChanged
 from pretrain.config.tensors import TIED
 from pretrain.model.gpt import Named
+from pretrain.optim.buckets import is_shared_embedding
 from pretrain.optim.zero import flat_masters, read_fragments
 from pretrain.topology import gather, host_name, replica_group
 
@@ -356,7 +357,7 @@ def find_copies(optimizer: ZeroOptimizer) -> list[Copies]:
     if pipeline.size() > 1:
         shared = {n.name for n in optimizer.parameters if n.name.startswith("position.")}
         found.append(Copies(pipeline, dict(_weights_and_state(optimizer, shared))))
-        if _holds_tied_embedding(optimizer):
+        if any(map(is_shared_embedding, optimizer.parameters)):
             embedding = parallel_state.get_embedding_group()
             found.append(Copies(embedding, dict(_weights_and_state(optimizer, {TIED}))))
     return [copies for copies in found if copies.tensors]
@@ -392,10 +393,3 @@ def _own_weight(optimizer: ZeroOptimizer, named: Named) -> Tensor:
     if optimizer.stage < 3:
         return named.parameter.data
     return cast(Tensor, cast(Any, named.parameter).ds_tensor.data)
-
-
-def _holds_tied_embedding(optimizer: ZeroOptimizer) -> bool:
-    """Return True on the first and the last pipeline stage of a model with a tied embedding."""
-    # Megatron's mark on weights that the first and the last stage share.
-    tied = [n for n in optimizer.parameters if n.name == TIED]
-    return bool(tied) and hasattr(tied[0].parameter, "shared_embedding")

@@ -198,7 +198,7 @@ class ZeroOptimizer:
             # `engine.backward` is called (deepspeed/runtime/engine.py, `_backward_post_hook`).
             self.engine.optimizer.needs_scaler = lambda: False
             # All chunks share one TransformerConfig.
-            chunks[0].config.grad_scale_func = self._scale_loss
+            chunks[0].config.grad_scale_func = lambda loss: loss * self.zero.loss_scale
 
     @property
     def zero(self) -> Any:
@@ -352,11 +352,6 @@ class ZeroOptimizer:
             (parameter._post_accumulate_grad_hooks or {}).clear()
             vars(parameter).clear()
             parameter.data = parameter.data.new_empty(0)
-
-    def _scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss times the dynamic loss scale."""
-        scaled: Tensor = loss * self.zero.loss_scale
-        return scaled
 
 
 def deepspeed_config(config: RunConfig, topology: Topology) -> dict[str, Any]:

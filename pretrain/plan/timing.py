@@ -195,11 +195,6 @@ class Network:
     within_node_us: float = 1.5
     """Latency of a step of a ring within a node."""
 
-    @property
-    def gb_per_second(self) -> float:
-        """GB/s at which a node sends to the others in a collective, in one direction."""
-        return self.gbit_per_second / 8 * self.efficiency
-
 
 # ---- The cost of a step on every GPU of a kind: bytes, elements and launches ----
 
@@ -393,7 +388,7 @@ class Target:
         """
         network, rate = self.network, self.device.nvlink_gb_per_second
         if between:
-            rate = network.gb_per_second / senders
+            rate = network.gbit_per_second / 8 * network.efficiency / senders
         latency_us = within * network.within_node_us + between * network.between_nodes_us
         return 1e3 * num_bytes / (rate * 1e9) + 1e-3 * latency_us
 
