@@ -102,10 +102,12 @@ def folder(halfway, text):
 
 
 # ---- interruptions -------------------------------------------------------------------------------
-def count_calls(settings, root: Path) -> int:
+@pytest.fixture(scope="module")
+def calls(built, tmp_path_factory) -> int:
+    """The number of calls by which a build that nothing stops changes the disk."""
     with pytest.MonkeyPatch.context() as patch:
         machine = Machine(patch)
-        build(settings)
+        build(config(built, directory=str(tmp_path_factory.mktemp("calls") / "data")))
         return machine.count
 
 
@@ -116,11 +118,9 @@ SHARES = [(n / 60,) for n in range(60)]
     ("share",), mark_torture(SHARES, core={SHARES[n] for n in (0, 18, 37, 50, 54, 58)})
 )
 @pytest.mark.parametrize("error", [None, errno.ENOSPC], ids=["killed", "full"])
-def test_a_build_that_dies_anywhere_goes_on_to_the_same_bytes(built, text, share, error):
+def test_a_build_that_dies_anywhere_goes_on_to_the_same_bytes(built, text, calls, share, error):
     """It is killed, or the disk is full, before one of the calls that change the disk."""
     expected, root = contents(built / "data"), text.data_directory.parent
-    calls = count_calls(text, root)
-    shutil.rmtree(text.data_directory)
     with pytest.MonkeyPatch.context() as patch:
         machine = Machine(patch, error)
         machine.dies_at = int(calls * share)
