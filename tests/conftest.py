@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import fcntl
+import gc
 import importlib
 import multiprocessing.forkserver
 import os
@@ -20,6 +21,8 @@ from pretrain.config import RunConfig, load_config, parse_config
 from pretrain.topology import finish
 
 warnings.simplefilter("ignore")
+# Until the tests are collected, almost all that is made stays, and is looked at again and again.
+gc.disable()
 # As many processes compute as there are cores.
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
@@ -55,11 +58,13 @@ def closed_process_group() -> Iterator[None]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the server from which the commands of these folders are forked.
+    """Collect garbage again, and start the server from which commands of these folders are forked.
 
     A process has one such server. A test that builds data would start one without the imports, and
     each command would then make them by itself, in three seconds of a processor.
     """
+    gc.freeze()
+    gc.enable()
     folders = {item.path.parent.name for item in session.items}
     if folders & {"distributed", "end_to_end", "slurm"}:
         importlib.import_module("tests.end_to_end.commands")  # says what it imports

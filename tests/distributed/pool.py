@@ -158,15 +158,24 @@ def _work(pipe: Connection, rank: int, world_size: int, folder: str, cuda: bool)
 class _Groups:
     """Give the process groups that a task has made to the next ones, which ask for the same.
 
-    To make the groups of a layout takes a third of a second. Gloo never ends the threads of one
-    that is closed: 1,300 of them, ten a task, wake so often that all takes several times as long.
-    All ranks run the same tasks, so they agree on which groups are new. Groups of one task are
-    different ones even if they have the same ranks.
+    To make the groups of a layout takes a third of a second. All ranks run the same tasks, so they
+    agree on which groups are new. Groups of one task are different ones even if they have the same
+    ranks. Gloo would give each group a device, whose thread wakes a hundred times a second until
+    the process ends, and hundreds of them take a part of a core. Here all groups share one device.
     """
 
     def __init__(self) -> None:
         import torch.distributed as dist
 
+        gloo = dist.ProcessGroupGloo
+        make, device = gloo.__init__, gloo.create_default_device()
+
+        def on_one_device(group: Any, *of_group: Any, timeout: Any) -> None:
+            options = gloo._Options()
+            options._devices, options._timeout = [device], timeout
+            make(group, *of_group, options)
+
+        gloo.__init__ = on_one_device  # type: ignore[method-assign]  # a patch
         self._new_group, self._destroy = dist.new_group, dist.destroy_process_group
         self._made: dict[tuple[str, int], Any] = {}
         self._asked: Counter[str] = Counter()
