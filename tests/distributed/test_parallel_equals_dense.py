@@ -158,14 +158,10 @@ OF_HEADS = {"alibi-range", "alibi-list", "alibi-clipped", "t5-unscaled", "sinuso
 OF_HEADS |= {"alibi-grouped", "rotary-modern", "rotary-yarn", "kerple-power", "xpos"}
 # Two stages and two tensor ranks in one layout; the others of what ranks share or have parts of.
 CORE = {(variant, "tp2pp2sp", 8) for variant in VARIANTS if variant not in OF_HEADS}
-CORE |= {("alibi-trainable", "tp2pp2sp", 12), ("alibi", "tp2", 12)}
-CORE |= {
-    (variant, layout, 8)
-    for variant in ("alibi", "alibi-trainable", "t5")
-    for layout in ("tp2", "pp2", "dp2", "pp2vpp2")
-}
+CORE |= {("alibi-trainable", "tp2pp2sp", 12), ("alibi", "tp2", 12), ("alibi-uneven", "pp2vpp2", 8)}
+# All that other methods share between ranks or stages, these slopes share, too.
+CORE |= {("alibi-trainable", layout, 8) for layout in ("tp2", "pp2", "dp2", "pp2vpp2")}
 CORE |= {(variant, "tp2", 8) for variant in {"sinusoidal-embedding-norm", *OF_HEADS}}
-CORE |= {(variant, "pp2vpp2", 8) for variant in ("alibi-uneven", "alibi-no-final-norm", "learned")}
 # Where a sequence is split: what a method adds by position, by distance or per head; and what is
 # learned, of which each rank has a part of the gradient.
 SPLIT = {
@@ -182,7 +178,8 @@ SPLIT = {
     ("cope", "cp2", 8),
     ("fire", "tp2cp2sp", 8),
 }
-CORE |= SPLIT
+# Their heads are those of two tensor ranks in SPLIT.
+CORE = CORE - {(variant, "tp2", 8) for variant in ("alibi-grouped", "kerple-power")} | SPLIT
 
 
 @pytest.mark.parametrize(("variant", "layout", "heads"), mark_torture(CASES, CORE))

@@ -23,7 +23,7 @@ LOOSE_OF_TOKENS = 1.3
 # Of heads with norms of their own: the projections need not reach the worst direction. In layer 0
 # they are bounded as if any row could be there.
 LOOSE_OF_NORMS = 1.4
-HEADS = (0, 3, 6)
+HEADS = (0, 3)
 """Heads share one formula. Of two that share keys, a first and a second; 3 is one without slope."""
 MODELS = {
     "biases": {},
