@@ -264,11 +264,17 @@ def running_ranks(arguments: Sequence[object], world_size: int) -> Iterator[Star
 
 
 def wait_for(condition: Any, seconds: float = TIMEOUT_SECONDS) -> None:
-    """Return when condition() is true; fail when it is not after `seconds`."""
-    deadline = time.monotonic() + seconds
+    """Return when condition() is true; fail when it is not after `seconds`.
+
+    It may be a command of Slurm's or a look at all processes, and others want to compute: no more
+    than a tenth of the time goes into asking, but it is asked again after a fifth of a second.
+    """
+    asked = time.monotonic()
+    deadline = asked + seconds
     while not condition():
         assert time.monotonic() < deadline, f"the condition is not true after {seconds} s"
-        time.sleep(0.02)
+        time.sleep(min(max(0.02, 9 * (time.monotonic() - asked)), 0.2))
+        asked = time.monotonic()
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
