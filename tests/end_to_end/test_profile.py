@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.end_to_end.commands import metrics, running_ranks, sets
+from tests.end_to_end.commands import metrics, sets, succeeds
 from tests.unit.test_rundir import undocumented
 
 PROFILED = "train.profile_steps=[3,4]"
@@ -24,26 +24,17 @@ def events(trace: Path) -> list[dict[str, Any]]:
     return [event for event in found if event.get("ph") == "X"]
 
 
-def test_two_steps_of_rank_0_are_recorded_and_the_losses_are_the_same(config, tmp_path):
-    runs = {name: tmp_path / name for name in ("plain", "profiled")}
+def test_two_steps_of_rank_0_are_recorded_and_the_losses_are_the_same(run, config, tmp_path):
+    """Of four ranks, rank 0 alone is recorded in test_position_method.py."""
+    profiled = tmp_path / "profiled"
     settings = ["train.num_steps=6", "evaluation.interval_steps=2", "checkpoint.interval_steps=2"]
-    said = {}
-    for name, run in runs.items():
-        more = [PROFILED] if name == "profiled" else []
-        arguments = ["train", config, *sets(f"run.directory={run}", *settings, *more)]
-        with running_ranks(arguments, 2) as ranks:
-            done = ranks.done()
-        assert [each.code for each in done] == [0, 0], done
-        said[name] = "".join(each.err for each in done)
-    assert losses(runs["profiled"]) == losses(runs["plain"]) and len(losses(runs["plain"])) == 6
-    assert not (runs["plain"] / "profile").exists()
-    [trace] = (runs["profiled"] / "profile").iterdir()
+    done = succeeds("train", config, *sets(f"run.directory={profiled}", *settings, PROFILED))
+    assert losses(profiled) == losses(run)[:6] and len(losses(profiled)) == 6
+    assert not (run / "profile").exists()
+    [trace] = (profiled / "profile").iterdir()
     assert trace.name == "step-00000003-00000004.rank0.json.gz"
-    assert (
-        f"profile of steps 3 to 4: {trace}; open it at https://ui.perfetto.dev"
-        in (said["profiled"])
-    )
-    assert undocumented(runs["profiled"]) == []
+    assert f"profile of steps 3 to 4: {trace}; open it at https://ui.perfetto.dev" in done.err
+    assert undocumented(profiled) == []
     steps = [each for each in events(trace) if each["name"].startswith("ProfilerStep")]
     assert len(steps) == 2
     # Two layers of four products each way, in two micro batches of two steps, are there; the
