@@ -152,15 +152,15 @@ def test_nothing_of_the_clone_is_used_by_the_installed_package(installed, tmp_pa
 
 
 # ---- the commands, away from the clone -----------------------------------------------------------
-def listed(environment: Environment, cwd: Path) -> list[Path]:
-    done = succeeded(environment.run(["pretrain", "config", "--list"], cwd))
+@pytest.fixture(scope="module")
+def listed(installed: Environment) -> list[Path]:
+    done = succeeded(installed.run(["pretrain", "config", "--list"], installed.wheel.parent))
     return [Path(line.strip()) for line in done.out.splitlines() if line.endswith(".toml")]
 
 
-def test_the_shipped_configs_and_sites_are_found(installed, tmp_path):
-    paths = listed(installed, tmp_path)
+def test_the_shipped_configs_and_sites_are_found(installed, listed):
     package = installed.site_packages / "pretrain"
-    assert {p.relative_to(package).as_posix() for p in paths} == {
+    assert {p.relative_to(package).as_posix() for p in listed} == {
         name.removeprefix("pretrain/")
         for name in shipped(installed.clone)
         if name.endswith(".toml") and not name.startswith("pretrain/study/")
@@ -170,16 +170,16 @@ def test_the_shipped_configs_and_sites_are_found(installed, tmp_path):
     assert "  configs/demo.toml\n" in done.out and "  slurm/site.v100.toml\n" in done.out
 
 
-def test_a_shipped_config_is_shown(installed, tmp_path):
-    [demo] = [path for path in listed(installed, tmp_path) if path.match("configs/demo.toml")]
+def test_a_shipped_config_is_shown(installed, listed, tmp_path):
+    [demo] = [path for path in listed if path.match("configs/demo.toml")]
     done = succeeded(installed.run(["pretrain", "config", demo], tmp_path))
     assert 'directory = "runs/demo/alibi"' in done.out and "# parameters" in done.out
     assert not list(tmp_path.iterdir())
 
 
-def test_a_shipped_config_makes_a_job_on_a_shipped_site(installed, tmp_path):
+def test_a_shipped_config_makes_a_job_on_a_shipped_site(installed, listed, tmp_path):
     """The published run on its 16 nodes of 8 V100s, from another directory and without Slurm."""
-    paths = {f"{path.parent.name}/{path.name}": path for path in listed(installed, tmp_path)}
+    paths = {f"{path.parent.name}/{path.name}": path for path in listed}
     config, site = paths["cc100_roberta/alibi_1024.toml"], paths["slurm/site.v100.toml"]
     done = succeeded(
         installed.run(["launcher", "submit", config, "--site", site, "--dry-run"], tmp_path)
