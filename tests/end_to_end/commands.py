@@ -267,14 +267,19 @@ def wait_for(condition: Any, seconds: float = TIMEOUT_SECONDS) -> None:
     """Return when condition() is true; fail when it is not after `seconds`.
 
     It may be a command of Slurm's or a look at all processes, and others want to compute: no more
-    than a tenth of the time goes into asking, but it is asked again after a fifth of a second.
+    than a tenth of a processor asks, but after a fifth of a second it is asked again.
     """
-    asked = time.monotonic()
-    deadline = asked + seconds
+    deadline, before = time.monotonic() + seconds, _used_seconds()
     while not condition():
         assert time.monotonic() < deadline, f"the condition is not true after {seconds} s"
-        time.sleep(min(max(0.02, 9 * (time.monotonic() - asked)), 0.2))
-        asked = time.monotonic()
+        time.sleep(min(max(0.02, 9 * (_used_seconds() - before)), 0.2))
+        before = _used_seconds()
+
+
+def _used_seconds() -> float:
+    """Return the processor time of this process and of children that have ended."""
+    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
