@@ -17,7 +17,7 @@ from pretrain.kernels.context import bytes_sent, context_attention, plan_by_reac
 from pretrain.kernels.reference import attention_reference
 from pretrain.positions.alibi import alibi_slopes
 from pretrain.topology import initialize
-from tests.conftest import tiny_config
+from tests.conftest import mark_torture, tiny_config
 from tests.kernels.test_dispatch import run
 from tests.kernels.test_documents import BIASES, make, starts_of
 from tests.kernels.test_skipping import KINDS, draw, rows
@@ -133,7 +133,12 @@ def compare(pool: Any, size: int, qkv: list[Tensor], slopes: Tensor, **more: Any
 SLOPES = torch.tensor([0.5, 0.125])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# What a rank must know of others' rows. tests/kernels/test_reach.py has the bound with every kind.
+CORE = {("scale 1",), ("one-hot",), ("giant key",), ("giant value",), ("giant queries",)}
+CORE |= {("giant key, faint queries",)}
+
+
+@pytest.mark.parametrize(("kind",), mark_torture([(kind,) for kind in KINDS], CORE))
 def test_what_stays_with_its_owner_does_not_matter(pools, kind):
     qkv = [x.double() for x in draw(kind, 1024, 2, width=16)]
     firsts = compare(pools(4), 4, qkv, SLOPES)
