@@ -75,11 +75,13 @@ def test_rows_of_one_text_are_ranked_by_what_is_sure(board):
     enter("Other text", evaluations(1.0, 7, OTHER), equal="tokens")
     enter("Nothing said", evaluations(1.0, 8))
     enter("Text not known", evaluations(1.0, 9, None), equal="tokens")
+    unknown = {"blocks": None, "loss_low": None, "loss_high": None}
+    enter("Noise not known", evaluations(3.0, 10, **unknown), equal="tokens")
     ranks, order = {}, []
     for data, (rank, name, _, _, length, _, _, bits, *_) in Page(build(folder).read_text()).rows:
         ranks[name, int(length)] = rank
         order.append((data["data-text"], data["data-equal"], int(length), float(bits)))
-    assert order == sorted(order) and len(order) == 2 * 7
+    assert order == sorted(order) and len(order) == 2 * 8
     for i, length in enumerate(LENGTHS):
         blocks = {name: records[i]["blocks"].losses / 1000 for name, records in models.items()}
         for name, mine in blocks.items():
@@ -89,8 +91,8 @@ def test_rows_of_one_text_are_ranked_by_what_is_sure(board):
             assert ranks[name, length] == str(1 + surely_better)
     # The text alone, unpaired, would not tell 2.0 from 2.03.
     assert [ranks[name, 512] for name in losses] == ["3", "1", "1", "4"]
-    alone = [ranks[name, 512] for name in ("Other text", "Nothing said", "Text not known")]
-    assert alone == ["1", "1", ""]
+    others = "Other text", "Nothing said", "Text not known", "Noise not known"
+    assert [ranks[name, 512] for name in others] == ["1", "1", "", ""]
 
 
 def test_rounding_changes_no_rank(board):

@@ -155,19 +155,22 @@ def test_what_costs_more_fails_its_claim_and_no_other(name):
 
 
 @pytest.mark.parametrize(
-    ("steps", "level", "verdict"),
+    ("steps", "tokens", "level", "verdict"),
     [
-        ((400, 283), 1.0, Verdict.PASSES),
-        ((400, 283), 0.97, Verdict.FAILS),
-        ((400, 400), 1.0, Verdict.MISSING),
-        ((400, 0), 1.0, Verdict.MISSING),
+        ((400, 283), (None, None), 1.0, Verdict.PASSES),
+        ((400, 283), (None, 283), 0.97, Verdict.FAILS),
+        ((400, 400), (None, None), 1.0, Verdict.MISSING),
+        ((400, 0), (None, None), 1.0, Verdict.MISSING),
+        # Half as many tokens a step.
+        ((400, 566), (400, 283), 1.0, Verdict.PASSES),
     ],
 )
-def test_runs_of_equal_time_are_compared_with_each_other_alone(steps, level, verdict):
+def test_runs_of_equal_time_are_compared_with_each_other_alone(steps, tokens, level, verdict):
     """A step at 128 tokens takes sqrt(2) of the time that one at 64 takes."""
     records = [
-        r | {"step": steps[r["method"] == "sinusoidal"]}
+        r | {"step": steps[is_other], "trained_tokens": tokens[is_other]}
         for r in make_records(where(level, "sinusoidal", lengths=1))
+        for is_other in [r["method"] == "sinusoidal"]
     ]
     found = judge(Evidence(make_curves(records), as_rows(rows())))
     assert {j.claim.id: j.verdict for j in found}[EQUAL_TIME] == verdict

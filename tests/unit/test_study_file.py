@@ -255,6 +255,7 @@ def test_a_study_removes_no_config_but_those_that_it_wrote(tmp_path: Path) -> No
         ("nonoverlapping sliding", "stride = 32", False),
         # Without sliding windows the stride says nothing.
         ("nonoverlapping", 'protocols = ["nonoverlapping"]\nstride = 32', True),
+        ("nonoverlapping sliding", 'protocols = ["nonoverlapping"]', True),
         ("nonoverlapping sliding", "lengths = [64]", True),
         ("nonoverlapping sliding", "lengths = [64, 128, 256]", False),
         # Sliding windows were 64 tokens apart, and would be 128 apart.
@@ -300,6 +301,7 @@ optimizer.learning_rate = 5e-3
         ({"rate": 2e-4}, "optimizer.learning_rate = 0.0002: "),
         # The later phase has another method, which takes none of this one's keys.
         ({"window": 9}, "position.window = 9: "),
+        ({}, "phases = 2: "),
     ],
 )
 def test_a_record_of_other_earlier_phases_is_another_experiment(
@@ -312,7 +314,8 @@ def test_a_record_of_other_earlier_phases_is_another_experiment(
 
     for run in asked().runs:
         run.record.mkdir(parents=True)
-        (run.record / "config.toml").write_text(dump_config(run.config))
+        recorded = run.trained if says == "phases = 2: " else run.config
+        (run.record / "config.toml").write_text(dump_config(recorded))
         (run.record / "record.json").write_text('{"asked": {}, "data": {}}')
     found = asked(**change)
     with pytest.raises(ConfigError, match=re.escape(says)) if says else nullcontext():
