@@ -19,10 +19,10 @@ from pretrain.launcher.agent import MODULE as AGENT
 from pretrain.rundir.attempts import AttemptRecord, Ended, read_attempts
 from pretrain.rundir.checkpoints import complete_checkpoints
 from tests.end_to_end.commands import (
+    LAUNCHER,
     ON_CPU,
     ROOT,
     Done,
-    launcher,
     metrics,
     running_ranks,
     sets,
@@ -133,7 +133,8 @@ class Runs:
 
     def launcher(self, *arguments: object) -> Done:
         """Run `launcher` with these arguments."""
-        return launcher(arguments, ROOT, os.environ | self.cluster.environment | ON_CPU)
+        done = self.cluster.run(*LAUNCHER, *arguments, environment=ON_CPU, cwd=ROOT)
+        return Done(done.returncode, done.stdout, done.stderr)
 
     def options(self, name: str, *settings: str) -> list[str]:
         """Return the options of `launcher submit` and `launcher local` for the run `name`."""

@@ -6,14 +6,13 @@ For tests of what the launcher does about ranks and nodes, where training itself
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pretrain.launcher.agent import MODULE as AGENT
 from pretrain.rundir.paths import RunPaths
-from tests.end_to_end.commands import ROOT, launcher, sets, succeeded, wait_for
+from tests.end_to_end.commands import LAUNCHER, ROOT, Done, sets, succeeded, wait_for
 from tests.rank_script import BEGIN
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import Run, write_site
@@ -126,7 +125,8 @@ class Script:
         options = sets(*given)
         demo = ROOT / "configs/demo.toml"
         words = ("submit", demo, "--site", path, "--nodes", nodes, "--save-before", 1, *options)
-        succeeded(launcher(words, self.folder, os.environ | self.cluster.environment))
+        ran = self.cluster.run(*LAUNCHER, *words, cwd=self.folder)
+        succeeded(Done(ran.returncode, ran.stdout, ran.stderr))
         return ScriptedRun(self.cluster, run)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 
 from pretrain.rundir.jobs import read_jobs
 from pretrain.rundir.paths import RunPaths
-from tests.end_to_end.commands import Done, explained, launcher, metrics, sets, succeeded, wait_for
+from tests.end_to_end.commands import Done, explained, metrics, sets, succeeded, wait_for
 from tests.end_to_end.conftest import CONFIG
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import write_site
@@ -38,8 +39,9 @@ class Desk:
         write_site(self.folder / "site.toml", nodes=2, environment=on_cpu, **values)
 
     def launcher(self, *words: object) -> Done:
-        variables = os.environ | self.cluster.environment
-        return launcher((*words, "--site", "site.toml"), self.folder, variables)
+        command = [sys.executable, "-m", "pretrain.launcher", *words, "--site", "site.toml"]
+        done = self.cluster.run(*command, cwd=self.folder)
+        return Done(done.returncode, done.stdout, done.stderr)
 
     def submit(self, steps: int, restarts: int = 3) -> str:
         """Submit training that saves and evaluates after every step; return the job's id."""

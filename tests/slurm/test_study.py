@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.rundir.jobs import read_jobs
-from tests.end_to_end.commands import PRETRAIN, ROOT, Done, forked, succeeded, wait_for
+from tests.end_to_end.commands import PRETRAIN, ROOT, Done, wait_for
 from tests.slurm.cluster import Cluster
 from tests.slurm.test_follow import Desk
 
@@ -35,8 +35,9 @@ def desk(cluster: Cluster, tmp_path: Path) -> Desk:
 
 def study(desk: Desk) -> Done:
     command = [*PRETRAIN, "study", "study.toml", "--site", "site.toml"]
-    variables = desk.cluster.environment | {"PYTHONPATH": str(ROOT)}
-    return succeeded(forked(command, variables, desk.folder))
+    done = desk.cluster.run(*command, environment={"PYTHONPATH": str(ROOT)}, cwd=desk.folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Done(done.returncode, done.stdout, done.stderr)
 
 
 def states(desk: Desk) -> list[str]:
