@@ -187,7 +187,8 @@ def test_what_cannot_be_evaluated_is_given_up_and_gets_a_new_chance_when_asked(d
         again = read_jobs(desk.run)[-1].job_id
         wait_for(lambda id=again: desk.state(id) == ("PENDING", "BeginTime"))
         assert not desk.cluster.run("scontrol", "update", f"jobid={again}", "starttime=now").stderr
-    wait_for(failed.exists)
+    # Until then Slurm has a job that evaluates the checkpoint.
+    desk.cluster.wait_for_job(again, ["FAILED"])
     sent = [record.job_id for record in read_jobs(desk.run)]
     assert json.loads(failed.read_text())["jobs"] == sent and len(sent) == 3
     succeeded(desk.launcher("evaluate-checkpoints", "runs/alibi"))

@@ -75,12 +75,7 @@ class Bench:
         config = load_config(ROOT / "configs/demo.toml", settings)
         # As `Job.step` makes it for the nodes that train, which are fewer by a spare.
         count = nodes - 1
-        words = (
-            "srun",
-            f"--nodes={count}",
-            f"--ntasks-per-node={per_node}",
-            "--cpus-per-task=1",
-        )
+        words = ("srun", f"--nodes={count}", f"--ntasks-per-node={per_node}", "--cpus-per-task=1")
         step = (*words, f"--ntasks={count * per_node}", "--kill-on-bad-exit=1", "--label")
         launch = LaunchRecord(step, str(python), count * per_node, count, (), {"gpus_per_node": 0})
         attempt = Attempt.begin(self.run)
