@@ -162,4 +162,6 @@ def digest(content: str | bytes) -> str:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python3 corpus.py FOLDER")
     main(Path(sys.argv[1]))
