@@ -576,8 +576,8 @@ def is_recorded(study: Study, run: StudyRun) -> bool:
 def check_records(study: Study, again: Collection[str] = ()) -> None:
     """Raise ConfigError if records lack what the study asks, and no weights are there to evaluate.
 
-    Without this check, the runs of a study that others trained would be trained again, except for
-    those named in `again`.
+    Without this check, the runs of a study that others trained would be trained again. Runs named
+    in `again` are left out, because the user asked to train them.
     """
     for run in (each for each in study.runs if each.name not in again):
         record = run.record / RECORD
