@@ -102,24 +102,24 @@ def train(config: RunConfig, resume: str = "auto", allowed: Collection[str] = ()
 def evaluate(
     source: str | Path,
     *,
-    lengths: Sequence[int] | None = None,
-    protocols: Sequence[str] = ("nonoverlapping", "sliding"),
+    lengths: int | Sequence[int] | None = None,
+    protocols: str | Sequence[str] = ("nonoverlapping", "sliding"),
     stride: int | None = None,
     max_tokens: int | None = None,
     settings: Mapping[str, Any] | Sequence[str] = (),
-    text: Sequence[str] = (),
+    text: str | Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """Measure perplexity at several lengths, of a run or of anyone's Hugging Face model.
 
     Args:
         source: Directory of a run or checkpoint, or a Hugging Face folder, such as
             `model.save_pretrained(folder)` and its tokenizer's make.
-        lengths: Window lengths in tokens; None for those of the run's config.
+        lengths: One or several window lengths in tokens; None for those of the run's config.
         protocols: "nonoverlapping", "sliding" or both. Every token is scored once by each.
         stride: Tokens from one sliding window to the next; None for the shortest length.
         max_tokens: Score at most so many tokens; None for all.
         settings: Keys to set in a run's config for the evaluation, such as data.directory.
-        text: Names of text files to score in place of the validation split.
+        text: One or several text files to score in place of the validation split.
 
     Returns:
         One record for each protocol and length: protocol, stride, length, tokens, loss_nats,
@@ -131,9 +131,10 @@ def evaluate(
     """
     from pretrain.evaluation.command import evaluate_sources
 
-    given = ",".join(map(str, lengths)) if lengths is not None else None
-    request = EvaluationRequest.parse(given, ",".join(protocols), stride, max_tokens)
-    return evaluate_sources([Path(source)], request, _overrides(settings), None, text=text)
+    given = ",".join(map(str, _listed(lengths))) if lengths is not None else None
+    request = EvaluationRequest.parse(given, ",".join(_listed(protocols)), stride, max_tokens)
+    chosen = _overrides(settings)
+    return evaluate_sources([Path(source)], request, chosen, None, text=_listed(text))
 
 
 def export_model(
@@ -141,7 +142,7 @@ def export_model(
     directory: str | Path,
     *,
     max_length: int | None = None,
-    programs: Sequence[str] = (),
+    programs: str | Sequence[str] = (),
     settings: Mapping[str, Any] | Sequence[str] = (),
 ) -> Path:
     """Write a run's newest checkpoint, or a checkpoint, as a Hugging Face folder.
@@ -165,7 +166,8 @@ def export_model(
     from pretrain.huggingface.export import export_source
 
     given = _overrides(settings)
-    export_source(Path(source), Path(directory), max_length, overrides=given, programs=programs)
+    wanted = _listed(programs)
+    export_source(Path(source), Path(directory), max_length, overrides=given, programs=wanted)
     return Path(directory)
 
 
@@ -245,6 +247,11 @@ def attention(
         backend=backend,
     )
     return out.permute(1, 2, 0, 3) if is_torch else out
+
+
+def _listed(values: Any) -> Sequence[Any]:
+    """Return values as a sequence, and one value as a sequence of one."""
+    return [values] if isinstance(values, (str, int)) else values
 
 
 def _overrides(settings: Mapping[str, Any] | Sequence[str]) -> list[str]:

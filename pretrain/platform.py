@@ -40,6 +40,10 @@ from pretrain.rundir.trust import check_own_directory, check_place
 # Set when this module is imported: whatever asks for a GPU may start CUDA, which reads it once.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
+# Huge pages for host blocks of 2 MB or more, which torch reads at its first allocation. Models of
+# transformers allocate scores and masks in each layer, and the kernel clears every page of them.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
 
 def device_index(local_rank: int, num_visible: int) -> int:
     """Return the number of a process's GPU among those that it can see.

@@ -69,14 +69,18 @@ class Tokenizer(ABC):
         self.path, self.content = path, content
         self.fingerprint = hashlib.sha256(content).hexdigest()
 
-    unk_id: int | None = None
-    """Id of unknown words, which `decode` cannot restore; None if there is no such id."""
-
     special: dict[str, int]
     """Role ("unk", "eos", "pad") -> id, for the special tokens that exist.
 
     There is no BOS, because each document begins after the EOS of the previous one.
     """
+
+    @property
+    def unk_id(self) -> int | None:
+        """Return the id of unknown text, which `decode` cannot restore; None if there is none."""
+        found = self.special.get("unk")
+        # GPT-2's vocabulary of bytes, which knows every text, names its end of text here.
+        return None if found == self.eos_id else found
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
@@ -594,7 +598,6 @@ class WordTokenizer(Tokenizer):
 
     file_name = DICTIONARY
     eos_id = EOS
-    unk_id = UNK
 
     def __init__(self, path: Path, content: bytes) -> None:
         """Load the vocabulary in `content`.

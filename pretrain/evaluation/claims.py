@@ -335,9 +335,9 @@ def with_smaller_slopes(evidence: Evidence, judge: Judge) -> Iterator[Case]:
     below_1 = r"(0\.\d+|[\d.]+e-\d+)"
     smaller = re.compile(rf"alibi{EVALUATED_WITH}position\.slopes = {{factor = {below_1}}}")
     changed = [curve for curve in evidence.curves if smaller.fullmatch(curve.method)]
-    for own, curve in itertools.product(evidence.of("alibi"), changed):
-        models = [[(s.run, s.checkpoint) for s in each.sources] for each in (own, curve)]
-        if own.protocol == curve.protocol and models[0] == models[1]:
+    for each, curve in itertools.product(evidence.of("alibi"), changed):
+        own = each.of_models({(source.run, source.checkpoint) for source in curve.sources})
+        if own.protocol == curve.protocol and len(own.sources) == len(curve.sources):
             length = max(set(own.records) & set(curve.records), default=0)
             if length > own.train_length:
                 yield compare(curve, length, own, length, judge)

@@ -108,7 +108,7 @@ class Text:
             ConfigError: The vocabulary is one of words, and has not all of these.
         """
         ids: Tokens = np.concatenate([self.tokenizer.encode(piece) for piece in pieces])
-        if self.tokenizer.unk_id is not None and self.tokenizer.unk_id in ids:
+        if self.tokenizer.unk_id in ids:
             raise ConfigError(
                 f"{self.stream.tokenizer_path}: has no tokens for {''.join(pieces)[:60]!r}, which "
                 "one of --tasks asks for. Choose among needle and induction"

@@ -279,17 +279,22 @@ class ScoredText:
         for start in range(0, tokens, READ_TOKENS):
             count = min(READ_TOKENS, tokens - start)
             ids[start + 1 : start + 1 + count] = stream.read(start, count)
-        self._stream, self._ids, self.tokens, self.bytes = stream, ids, tokens, stream.text_bytes
+        self._stream, self._ids, self.tokens = stream, ids, tokens
         self.block_ends = block_ends(ids[1:], stream.eos_id)
         """Ends of the blocks from which `pretrain.evaluation.records` computes intervals."""
-        if stream.manifest.tokenizer == DICTIONARY or self.tokens < self.total:
-            tokenizer = load_tokenizer(stream.tokenizer_path)
-            if tokenizer.unk_id is not None and (self._ids[1:] == tokenizer.unk_id).any():
-                # Not known: the text of unknown words is not predicted, so there are no bits per
-                # byte.
-                self.bytes = 0
-            else:
-                self.bytes = text_bytes(tokenizer, self._ids[1:])
+
+    @cached_property
+    def bytes(self) -> int:
+        """Return the bytes of the scored text; 0 if some of it is unknown to the vocabulary.
+
+        Unknown text is not predicted, so it has no bits per byte.
+        """
+        tokenizer = load_tokenizer(self._stream.tokenizer_path)
+        if (self._ids[1:] == tokenizer.unk_id).any():
+            return 0
+        if tokenizer.file_name != DICTIONARY and self.tokens == self.total:
+            return self._stream.text_bytes
+        return text_bytes(tokenizer, self._ids[1:])
 
     def inputs(self, start: int, size: int) -> NDArray[Any]:
         """Return inputs [start, start + size) and the target after the last, [size + 1]."""

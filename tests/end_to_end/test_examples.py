@@ -47,7 +47,7 @@ def test_an_export_is_measured_as_the_run_is(trained, tmp_path):
     words = ["--text", text, "--lengths", "64,256", "--stride", "64", "--out", out]
     succeeds("evaluate", folder / "alibi", *words)
     ours = json.loads(out.read_text())["records"]
-    stock = pretrain.evaluate(folder / "hf", text=[str(text)], lengths=[64, 256], stride=64)
+    stock = pretrain.evaluate(folder / "hf", text=str(text), lengths=[64, 256], stride=64)
     keys = ("protocol", "stride", "length", "tokens")
     assert [[r[k] for k in keys] for r in stock] == [[r[k] for k in keys] for r in ours]
     for name in ("loss_nats", "loss_low", "loss_high"):

@@ -77,8 +77,9 @@ def test_any_beginning_has_the_bytes_of_its_tokens(tokenizer):
         assert abs(text_bytes(tokenizer, ids[:count]) - expected) <= 3, count
 
 
-def test_the_whole_split_has_the_bytes_that_were_built(tiny_data):
-    """Found two ways: counted from the source's text at the build, and decoded from its tokens."""
+def test_the_whole_split_has_the_bytes_that_were_built(tiny_data, monkeypatch):
+    """Found two ways: counted from the source's text at the build, and decoded from its tokens.
+    With one token that stands for unknown text, they are not known."""
     stream = TokenStream(tiny_data / "validation")
     tokenizer = load_tokenizer(stream.tokenizer_path)
     ids = stream.read(0, len(stream))
@@ -87,6 +88,9 @@ def test_the_whole_split_has_the_bytes_that_were_built(tiny_data):
     assert part.bytes == text_bytes(tokenizer, ids[:5000])
     # A text whose bytes are counted is that much of the split's text.
     assert part.bytes / stream.text_bytes == pytest.approx(5000 / len(stream), rel=0.1)
+    ids[7] = tokenizer.special["unk"]
+    monkeypatch.setattr(stream, "read", lambda start, count: ids[start : start + count])
+    assert ScoredText(stream).bytes == ScoredText(stream, 5000).bytes == 0
 
 
 @pytest.mark.parametrize(("vocab_size", "itemsize"), [(60_000, 2), (70_000, 4)])

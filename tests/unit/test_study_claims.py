@@ -453,6 +453,7 @@ def test_smaller_slopes_are_compared_with_the_same_models_own(factor, at_512, ve
     """At the longest length of both, and no other claim takes them for the run's own."""
     run = {"run": "runs/a", "spread": 0.001}
     own = curve_of("alibi", [18.0, 17.9, 17.8], **run)
+    own += curve_of("alibi", [90.0] * 3, run="runs/s2", spread=0.001, seed=2)
     with_factor = f"alibi{EVALUATED_WITH}position.slopes = {{factor = {factor}}}"
     changed = curve_of(with_factor, [18.5, 30.0, at_512], **run)
     others = curve_of(with_factor.replace(str(factor), "2.0"), [1.0] * 3, **run)
