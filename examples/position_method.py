@@ -8,7 +8,9 @@
 
 You write only the class. In this script every command of `pretrain` knows it: config, train,
 evaluate, plan, and export, which refuses it for the reason that the class states.
-`pretrain/positions/base.py` lists the properties and functions that a method may define.
+`launcher` starts `python -m pretrain`, which knows only the classes in pretrain/positions;
+CONTRIBUTING.md says how to add yours. `pretrain/positions/base.py` lists the properties and
+functions that a method may define.
 """
 
 from __future__ import annotations
