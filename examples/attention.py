@@ -1,4 +1,4 @@
-"""Use ALiBi attention in a torch model of your own: a copying task, learned at 32, tested at 128.
+"""Use ALiBi attention in a torch model of your own: copying, trained at 32 tokens, tested at 128.
 
 python examples/attention.py [STEPS]
 """

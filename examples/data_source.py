@@ -1,10 +1,10 @@
-"""Build a data set from a kind of file of your own: here CSV, one document a row.
+"""Build a data set from files in a format of your own: here CSV, one document per row.
 
-    python examples/data_source.py data build configs/demo.toml \\
-        --set 'data.source=csv' --set 'data.paths=["corpus/*.csv"]'
+    python examples/data_source.py data build configs/demo.toml --set data.directory=runs/csv \\
+        --set data.source=csv --set 'data.paths=["corpus/*.csv"]'
 
-The script is `pretrain` with one more source; `pretrain train` reads the shards as any others.
-To keep the source, put the class in a file of pretrain/data/sources/, where it is found.
+The script is `pretrain` with one more source; `pretrain train` reads the shards like any others. To
+keep the source, put the class into a new file in pretrain/data/sources/, where it is found.
 """
 
 import csv

@@ -1,9 +1,9 @@
-"""Measure anyone's Hugging Face model beyond the length that it was trained at.
+"""Measure any Hugging Face model at lengths beyond the one that it was trained at.
 
     python examples/evaluate_a_model.py MODEL TEXT.txt [LENGTH ...]
 
 MODEL is a folder, or a name on the Hub, which is downloaded. Windows, protocols and intervals are
-those by which `pretrain evaluate` measures our own runs, so the numbers compare.
+those of `pretrain evaluate` for runs, so the numbers are comparable with those of a run.
 """
 
 import sys

@@ -1,12 +1,16 @@
 """A position method of your own: ALiBi in half of the heads, no positions in the others.
 
+    pretrain data build configs/demo.toml
     python examples/position_method.py config configs/demo.toml --set position.method=half_alibi
-    python examples/position_method.py train configs/demo.toml --set position.method=half_alibi
+    python examples/position_method.py train configs/demo.toml \\
+        --set position.method=half_alibi --set run.directory=runs/half_alibi
     torchrun --nproc-per-node 2 examples/position_method.py train ...
 
-The class is all there is to write. Every command of `pretrain` knows it once it is imported:
-config, train, evaluate, plan, and export, which refuses it in the class's own words.
-`pretrain/positions/base.py` lists what a method may answer.
+You write only the class. In this script every command of `pretrain` knows it: config, train,
+evaluate, plan, and export, which refuses it for the reason that the class states.
+`launcher` starts `python -m pretrain`, which knows only the classes in pretrain/positions;
+CONTRIBUTING.md says how to add yours. `pretrain/positions/base.py` lists the properties and
+functions that a method may define.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def local(
     config: Config,
     nproc: Annotated[int, typer.Option(min=1, metavar="N")],
     overrides: Overrides = [],  # noqa: B006  typer copies it
-    resume: Annotated[str | None, typer.Option(metavar="auto|none|PATH")] = None,
+    resume: Annotated[str | None, typer.Option(metavar="auto|none|PATH|URL")] = None,
     allow_changed: AllowChanged = [],  # noqa: B006
 ) -> None:
     """Train on this machine.
@@ -124,7 +124,7 @@ def local(
     Args:
         nproc: Number of processes: one per GPU, or a few that share the CPU's cores.
         resume: Start from the run's newest checkpoint if there is one (auto), from step 0 (none),
-            or from this checkpoint. Default: auto.
+            from this checkpoint, or from an object store: s3://bucket/run. Default: auto.
     """
     run = load_config(config, overrides)
     check_allowed(allow_changed)

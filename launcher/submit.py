@@ -151,7 +151,7 @@ def check_runs(runs: Sequence[TrainingRun], dry_run: bool = False) -> None:
         if len(runs) > 1 and len(runs) > (most := slurm.array_size()):
             raise ConfigError(
                 f"{len(runs)} runs: a job array of this cluster has at most {most} tasks. "
-                "Submit fewer configs or values at a time"
+                "Submit fewer configs at a time"
             )
     # Each data set is checked once: usually all runs of a sweep share one.
     for config in {run.config.data.directory: run.config for run in runs}.values():

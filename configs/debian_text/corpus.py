@@ -6,7 +6,7 @@ downloads the packages of packages.txt beside this file, which names each with i
 SHA-256, with `apt-get download` into corpora/debian/packages, unless they are there, and writes
 corpora/debian/train.jsonl and corpora/debian/heldout.jsonl. It runs on Debian 12 and needs no root
 and nothing but Python's own library. All packages are of Debian's section main, so the text is
-free: /usr/share/doc/PACKAGE/copyright in each states the licence.
+free: /usr/share/doc/PACKAGE/copyright in each states the license.
 
 A document is a manual: all English pages of one folder of a package, in the order of their names,
 without markup, scripts, and lines that stand on four of its pages. Dictionaries and

@@ -223,7 +223,7 @@ def data_show(
         split: The split to draw from.
         corpus: Draw only from this corpus.
         num: Number of samples.
-        seed: Seed of the drawing.
+        seed: Seed of the random choice of samples.
         characters: The most characters to print of a document.
     """
     run = load_config(config, overrides)
@@ -745,9 +745,9 @@ def prune(
 ) -> None:
     """Delete old checkpoints by the same rules as during training.
 
-    Never deletes the newest checkpoint, or one that a reader holds or that waits for an evaluation.
-    First reads every byte of the newest checkpoint; if it is damaged, deletes nothing. A run that
-    is training is refused.
+    Never deletes the two newest checkpoints, or one that a reader holds or that waits for an
+    evaluation. First reads every byte of the newest checkpoint; if it is damaged, deletes nothing.
+    A run that is training is refused.
 
     \b
     Example:

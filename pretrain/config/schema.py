@@ -482,8 +482,8 @@ class LoggingSection(Section):
 
     wandb: Literal["offline", "online", "disabled"] = "offline"
     """Weights & Biases. offline: write to RUN/wandb; `wandb sync RUN/wandb/offline-run-*` uploads
-    the files later. online: upload during training; needs WANDB_API_KEY or `wandb login`. disabled,
-    or without the package wandb: write nothing."""
+    the files later. Without the package wandb, nothing is written. online: upload during training;
+    needs the package, and WANDB_API_KEY or `wandb login`. disabled: write nothing."""
 
     wandb_project: str = "pretrain"
     """Weights & Biases project of the run."""
