@@ -53,11 +53,8 @@ def bytes_of_token(tokenizer: Tokenizer, number: int) -> int:
     if len(piece) == 6 and piece.startswith("<0x"):
         return 1
     # GPT-2 spells every byte as one character.
-    return (
-        len(piece)
-        if "Ġ" in tokenizer.to_hugging_face().get_vocab()
-        else len(piece.replace("▁", " ").encode())
-    )
+    spells_bytes = "Ġ" in tokenizer.to_hugging_face().get_vocab()
+    return len(piece if spells_bytes else piece.replace("▁", " ").encode())
 
 
 def test_whole_documents_have_the_bytes_of_their_text(tokenizer):
