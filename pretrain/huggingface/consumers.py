@@ -189,7 +189,7 @@ class Consumer:
         if missing := [name for name in self.packages if find_spec(name) is None]:
             raise ConfigError(
                 f"--for {self.name}: its files are written by {' and '.join(missing)}, which is "
-                "not installed. Run: pip install 'pretrain[consumers]'"
+                "not installed. Run in the clone: pip install -e '.[consumers]'"
             )
 
     def write(self, export: Export, folder: Path) -> None:

@@ -266,7 +266,7 @@ INIT_SECONDS = 15
 """Time limit of wandb's start. With an API key but no network, it would block far longer."""
 FINISH_SECONDS = 60
 """Time limit of the last upload. Data not uploaded by then stays on disk for `wandb sync`."""
-INSTALL = "pip install 'pretrain[wandb]'"
+INSTALL = "pip install -e '.[wandb]' in the clone"
 
 
 def is_installed() -> bool:

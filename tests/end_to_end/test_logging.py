@@ -61,7 +61,7 @@ def test_a_run_without_wandb_trains_on_offline_and_is_refused_online(config, tmp
     run = tmp_path / "run"
     settings = sets(f"run.directory={run}", "train.num_steps=2", "logging.wandb=online")
     command = [sys.executable, "-c", WITHOUT_WANDB, "train", str(config), *settings]
-    explained(forked(command), 2, "logging.wandb = online", "pip install 'pretrain[wandb]'")
+    explained(forked(command), 2, "logging.wandb = online", "pip install -e '.[wandb]'")
     assert not Path(run).exists()
     command[-1] = "logging.wandb=offline"
     done = forked(command)

@@ -164,7 +164,7 @@ def optional(package: str, user: str) -> Any:
     except ImportError:
         name = package.partition(".")[0]
         raise ConfigError(
-            f"{user}: the package {name} is missing. Run `pip install 'pretrain[data]'`"
+            f"{user}: the package {name} is missing. Run `pip install -e '.[data]'` in the clone"
         ) from None
 
 
