@@ -3,6 +3,7 @@
     python examples/data_source.py data build configs/demo.toml \\
         --set 'data.source=csv' --set 'data.paths=["corpus/*.csv"]'
 
+Start it in the clone, to which configs/demo.toml is relative.
 The script is `pretrain` with one more source; `pretrain train` reads the shards as any others.
 To keep the source, put the class in a file of pretrain/data/sources/, where it is found.
 """

@@ -4,8 +4,10 @@
     python examples/position_method.py train configs/demo.toml --set position.method=half_alibi
     torchrun --nproc-per-node 2 examples/position_method.py train ...
 
-The class is all there is to write. Every command of `pretrain` knows it once it is imported:
-config, train, evaluate, plan, and export, which refuses it in the class's own words.
+Start these in the clone: configs/demo.toml and the script's path are relative to it. The class is
+all there is to write. This script's commands know it: config, train, evaluate, plan, and export,
+which refuses it in the class's own words. `pretrain study` and `launcher` start `python -m
+pretrain`, which knows only the methods that have a file in pretrain/positions/.
 `pretrain/positions/base.py` lists what a method may answer.
 """
 
