@@ -3,8 +3,9 @@
     python examples/data_source.py data build configs/demo.toml --set data.directory=runs/csv \\
         --set data.source=csv --set 'data.paths=["corpus/*.csv"]'
 
-The script is `pretrain` with one more source; `pretrain train` reads the shards like any others. To
-keep the source, put the class into a new file in pretrain/data/sources/, where it is found.
+Start it in the clone. The script is `pretrain` with one more source; `pretrain train` reads the
+shards like any others. To keep the source, put the class into a new file in
+pretrain/data/sources/, where it is found.
 """
 
 import csv

@@ -6,9 +6,9 @@
         --set position.method=half_alibi --set run.directory=runs/half_alibi
     torchrun --nproc-per-node 2 examples/position_method.py train ...
 
-You write only the class. In this script every command of `pretrain` knows it: config, train,
-evaluate, plan, and export, which refuses it for the reason that the class states.
-`launcher` starts `python -m pretrain`, which knows only the classes in pretrain/positions;
+Start these in the clone. You write only the class. This script's commands know it: config, train,
+evaluate, plan, and export, which refuses it for the reason that the class states. `pretrain study`
+and `launcher` start `python -m pretrain`, which knows only the classes in pretrain/positions;
 CONTRIBUTING.md says how to add yours. `pretrain/positions/base.py` lists the properties and
 functions that a method may define.
 """

@@ -153,7 +153,7 @@ def _inputs(c: RunConfig) -> Iterator[ModelTensor]:
         yield ModelTensor(LEARNED_TABLE, shape)
     if c.model.embedding_layernorm:
         # Megatron adds positions to the whole sequence and splits it afterwards.
-        is_whole = c.position.adds_to_embeddings
+        is_whole = c.position.adds_to_embeddings(c)
         for each in _norm(c, "embedding.word_embeddings_layernorm"):
             yield replace(each, is_partial=each.is_partial and not is_whole)
 

@@ -342,7 +342,9 @@ class _WithSlopes(HuggingFaceClass):
     def settings(
         self, config: RunConfig, max_length: int, state: Mapping[str, Tensor] | None = None
     ) -> dict[str, Any]:
-        found = (state or {}).get(SLOPES, config.position.initial_values(config)[SLOPES])
+        import torch
+
+        found = (state or {}).get(SLOPES, torch.tensor(config.position.head_slopes(config)))
         # The number of heads is null, so that stock classes refuse the folder: transformers 5
         # checks its type, and transformers 4 divides by it. JSON keeps the fp32 slopes exactly,
         # whereas loading in 16 bit would round slopes among the weights.

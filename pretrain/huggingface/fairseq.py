@@ -353,7 +353,7 @@ def log_probabilities(config: RunConfig, weights: Mapping[str, Tensor], ids: Ten
     added = position.embedded(config, torch.arange(T))
     if added is not None:
         x = x + added
-    elif position.adds_to_embeddings:
+    elif position.adds_to_embeddings(config):
         x = x + weight("decoder.embed_positions.weight")[PastPadding.ROWS :][:T]
     terms = position.score_terms(config, slice(0, m.num_attention_heads), {}, ids.device)
     for i in range(m.num_layers):

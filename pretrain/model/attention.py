@@ -33,7 +33,7 @@ from pretrain.kernels.dispatch import attention
 from pretrain.kernels.reference import attention_reference
 from pretrain.model.cache import KeyCache
 from pretrain.model.loss import product
-from pretrain.positions.base import OWN, Rope, layers
+from pretrain.positions.base import LEARNED_TABLE, OWN, Rope, layers
 from pretrain.topology import context_group, own_part
 
 
@@ -69,11 +69,21 @@ class Positions(nn.Module):
 
     @property
     def megatron_type(self) -> str:
-        """GPTModel's position_embedding_type."""
-        if self.method.rope() is not None:
-            return "rope"
+        """GPTModel's position_embedding_type.
+
+        Raises:
+            ConfigError: What the method adds to the embeddings would never be added.
+        """
+        method, rotates = self.method, self.method.rope() is not None
+        if not method.adds_to_embeddings(self.config):
+            return "rope" if rotates else "none"
+        if rotates:
+            raise ConfigError(
+                f"{type(method).__name__} has `rope` and adds to the embeddings, and Megatron's "
+                "GPTModel does only one of the two. Rotate in `queries_and_keys` instead"
+            )
         # Makes GPTModel create a position table, which `embedding_table` may replace.
-        return "learned_absolute" if self.method.adds_to_embeddings else "none"
+        return "learned_absolute"
 
     @property
     def rope(self) -> Rope:
@@ -86,8 +96,9 @@ class Positions(nn.Module):
         It maps position ids [B, S] to what is added to the embeddings, [B, S, hidden]. None keeps
         what Megatron has built.
         """
-        added = self.method.embedded(self.config, torch.zeros(1, 1, dtype=torch.int64))
-        return None if added is None else AddedPositions(self.config)
+        has_own = self.megatron_type == "learned_absolute"
+        has_own &= LEARNED_TABLE not in self.method.tensors(self.config)
+        return AddedPositions(self.config) if has_own else None
 
     def score_terms(self, device: torch.device, layer: int) -> dict[str, Any]:
         """Return what is added to the attention scores of this rank's heads.
@@ -123,7 +134,7 @@ class AddedPositions(nn.Module):
 
     def forward(self, position_ids: Tensor) -> Tensor:
         added = self.config.position.embedded(self.config, position_ids)
-        assert added is not None
+        assert added is not None, "a position method that overrides `embedded` returns a tensor"
         return added.to(self.dtype_marker.dtype)
 
 

@@ -44,7 +44,7 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor, nn
 
 from pretrain import platform
-from pretrain.config import RunConfig
+from pretrain.config import ConfigError, RunConfig
 from pretrain.config.tensors import TIED
 from pretrain.model import adaptive
 from pretrain.model.attention import CoreAttention, Positions, SelfAttention
@@ -690,9 +690,28 @@ def initialize(config: RunConfig, chunks: list[GPTModel]) -> None:
 
     Each full tensor is drawn from its own generator, seeded by (run.seed, global name), and then
     sliced. The weights therefore do not depend on the layout.
+
+    Raises:
+        ConfigError: The position method has initial values that do not fit its parameters.
     """
+    _check_initial_values(config)
     for named in named_parameters(chunks):
         named.parameter.copy_(named.slice_of(_initial_value(config, named)))
+
+
+def _check_initial_values(config: RunConfig) -> None:
+    """Refuse an initial value that would be ignored or cut."""
+    method = config.position
+    shapes, wrong = method.tensors(config), f"{type(method).__name__}.initial_values: "
+    for name, value in method.initial_values(config).items():
+        if name not in shapes:
+            known = ", ".join(shapes) or "none"
+            raise ConfigError(f"{wrong}{name} is not among its `tensors`: {known}. Rename it")
+        if (found := tuple(value.shape)) != tuple(shapes[name]):
+            raise ConfigError(
+                f"{wrong}{name} has the shape {found}, and in `tensors` the shape {shapes[name]}. "
+                "Give both the shape in the whole model"
+            )
 
 
 def initial_part(config: RunConfig, named: Named) -> Tensor:

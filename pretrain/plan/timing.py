@@ -672,7 +672,7 @@ class Step:
         forward = 2 if config.train.recompute_granularity == "full" else 1
         if config.parallel.sequence_parallel:
             # Megatron adds positions before it splits the sequence.
-            summed = has_embedding * config.position.adds_to_embeddings
+            summed = has_embedding * config.position.adds_to_embeddings(config)
             # Forward: inputs are gathered and outputs scattered. Backward: gradients of outputs,
             # which the products wait for.
             rings = 4 * layers * forward + has_embedding * (not summed) + self.has_output

@@ -210,6 +210,10 @@ class Alibi(PositionMethod):
         return {OWN + key: (config.model.num_attention_heads,) for key in self._sides()}
 
     def initial_values(self, config: RunConfig) -> dict[str, Tensor]:
+        return self._given(config) if self.trainable_slopes else {}
+
+    def _given(self, config: RunConfig) -> dict[str, Tensor]:
+        """Return the slopes of the config, trainable or not."""
         import torch
 
         heads = config.model.num_attention_heads
@@ -226,7 +230,7 @@ class Alibi(PositionMethod):
     ) -> dict[str, Any]:
         from pretrain.kernels.call import by_distance
 
-        given = self.initial_values(config)
+        given = self._given(config)
         left, *right = (
             own[key].float() if self.trainable_slopes else given[OWN + key][heads].to(device)
             for key in self._sides()

@@ -73,9 +73,6 @@ class PositionMethod(ChosenSection):
     about: ClassVar[str] = ""
     """Sentences about the method for the model card, with a space before them."""
 
-    adds_to_embeddings: ClassVar[bool] = False
-    """True if the method adds to the embeddings: by `embedded`, or by Megatron's learned table."""
-
     bias: ClassVar[Literal["none", "slopes", "table", "scores"]] = "none"
     """What `score_terms` passes to the kernels: nothing, a slope for each head like ALiBi's, a
     table of heads and buckets like T5's, or a `pretrain.kernels.call.ScoreFunction`. The choice of
@@ -127,13 +124,18 @@ class PositionMethod(ChosenSection):
         return {}
 
     def initial_values(self, config: RunConfig) -> dict[str, Tensor]:
-        """Return initial values, fp32 and unsharded; absent parameters start as model weights."""
+        """Return initial values, fp32 and unsharded, of the `tensors` or of some of them.
+
+        The others start as model weights.
+        """
         return {}
 
     # ---- model ----
 
     def embedded(self, config: RunConfig, positions: Tensor) -> Tensor | None:
         """Return what is added to the embeddings; None for nothing, or Megatron's learned table.
+
+        A method that overrides this always adds something, and cannot have `rope`.
 
         Args:
             config: The run.
@@ -143,6 +145,14 @@ class PositionMethod(ChosenSection):
             [..., hidden_size], of any float type.
         """
         return None
+
+    def adds_to_embeddings(self, config: RunConfig) -> bool:
+        """Return True if it adds to the embeddings: by `embedded`, or by Megatron's learned table.
+
+        Do not override this. It computes nothing, because plans and configs are torch-free.
+        """
+        is_own = type(self).embedded is not PositionMethod.embedded
+        return is_own or LEARNED_TABLE in self.tensors(config)
 
     def rope(self) -> Rope | None:
         """Return the rotation that Megatron applies to queries and keys in every layer."""

@@ -49,7 +49,7 @@ class Hybrid(PositionMethod):
             )
         for number, each in enumerate(self.layers):
             key = f"position.layers[{number}]"
-            if each.adds_to_embeddings or isinstance(each, Hybrid):
+            if each.adds_to_embeddings(config) or isinstance(each, Hybrid):
                 yield Refusal(
                     f"{key}.method",
                     each.method,

@@ -24,8 +24,6 @@ class Learned(PositionMethod):
     """Number of positions in the table. The model cannot be evaluated on longer texts. Default:
     data.sequence_length."""
 
-    adds_to_embeddings = True
-
     def refusals(self, config: RunConfig) -> Iterator[Refusal]:
         """Yield a refusal if the table is shorter than the training length."""
         rows, length = self.table_end(config), config.data.sequence_length

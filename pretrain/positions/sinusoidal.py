@@ -32,8 +32,6 @@ class Sinusoidal(PositionMethod):
     vaswani: positions counted from 0, and the frequencies of "Attention Is All You Need". Both have
     sines first and then cosines."""
 
-    adds_to_embeddings = True
-
     def refusals(self, config: RunConfig) -> Iterator[Refusal]:
         return odd_channels(config)
 

@@ -29,6 +29,7 @@ from pretrain.config.trajectory import data_differences, differences, scheduled_
 from pretrain.data.stream import open_stream
 from pretrain.evaluation.records import Table, grouped, read_records, records_json
 from pretrain.evaluation.windows import NONOVERLAPPING, SLIDING
+from pretrain.positions.base import layers
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.checkpoints import (
     complete_checkpoints,
@@ -343,10 +344,18 @@ def check_runs(study: Study, nproc: int | None) -> None:
         nproc: Processes of each run; None if a cluster's launcher checks the layout.
 
     Raises:
-        ConfigError: A run cannot work with `nproc` processes, or a run in the study's directory was
-            trained on other data, or with other settings than the study file has now.
+        ConfigError: A run cannot work with `nproc` processes or has a position method that only the
+            calling script knows, or a run in the study's directory was trained on other data, or
+            with other settings than the study file has now.
     """
-    problems = []
+    used = [m for run in study.runs for m in (run.trained.position, *layers(run.trained))]
+    problems = [
+        f"{study.file}: {each.__module__}.{each.__name__}: a study trains with `python -m "
+        "pretrain`, which knows only the position methods in pretrain/positions. Put the class in "
+        "a file there, or train the runs with your script and compare them with `pretrain report`"
+        for each in dict.fromkeys(map(type, used))
+        if not each.__module__.startswith("pretrain.positions.")
+    ]
     if study.asked.efficiency.rounds:
         said = _values(study, "tokens a step", lambda config: config.tokens_per_step)
         more = "Speeds are compared at equally many: set batch.global_batch_size, or rounds = 0"

@@ -16,9 +16,12 @@ from torch import Tensor
 
 from pretrain.cli import main as cli
 from pretrain.config import RunConfig, load_config
-from pretrain.config.errors import Refusal
+from pretrain.config.errors import ConfigError, Refusal
+from pretrain.model.gpt import build_model
 from pretrain.plan.memory import Activations, attention_backend
 from pretrain.positions.base import METHODS, PositionMethod
+from pretrain.topology import initialize
+from tests.conftest import tiny_config
 from tests.end_to_end import commands
 from tests.end_to_end.commands import Done, explained, metrics, sets
 
@@ -97,13 +100,9 @@ PROGRAM = [sys.executable, "-c", f"from {__name__} import main; main()"]
 def pretrain(*arguments: object, world_size: int = 1) -> Done:
     """Run `pretrain` on some ranks; return how rank 0 ended, after all did so well."""
     with TemporaryDirectory() as folder:
-        environments: list[dict[str, str]] = [{}]
-        if world_size > 1:
-            rendezvous = {"WORLD_SIZE": str(world_size), "PRETRAIN_RENDEZVOUS": folder}
-            environments = [
-                rendezvous | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                for rank in range(world_size)
-            ]
+        rendezvous = {"WORLD_SIZE": str(world_size), "PRETRAIN_RENDEZVOUS": folder}
+        places = [{"RANK": str(n), "LOCAL_RANK": str(n)} for n in range(world_size)]
+        environments = [rendezvous | place for place in places] if world_size > 1 else [{}]
         done = commands.ranks(arguments, environments, program=PROGRAM)
     assert world_size == 1 or all(each.code == 0 for each in done), done
     return done[0]
@@ -161,15 +160,13 @@ def test_it_is_planned(toy):
     assert ", toy, " in done.out
     config = load_config(toy / "config.toml", ["train.precision=bf16"])
     assert attention_backend(config, is_modern=True) == "triton"
+
     # It keeps what ALiBi keeps and, as rotary positions, turned queries and keys with their angles.
-    kept = {
-        method: Activations(
-            load_config(toy / "config.toml", [f"position.method={method}", "train.precision=bf16"]),
-            is_modern=True,
-        ).whole_layer()
-        for method in ("toy", "alibi", "rotary", "none")
-    }
-    assert kept["toy"] - kept["alibi"] == kept["rotary"] - kept["none"] > 0
+    def kept(method):
+        changed = [f"position.method={method}", "train.precision=bf16"]
+        return Activations(load_config(toy / "config.toml", changed), is_modern=True).whole_layer()
+
+    assert kept("toy") - kept("alibi") == kept("rotary") - kept("none") > 0
 
 
 def test_it_is_refused_for_export_in_its_own_words(toy, tmp_path):
@@ -181,17 +178,34 @@ def test_it_is_refused_for_export_in_its_own_words(toy, tmp_path):
 
 
 def test_its_keys_and_rules_are_its_own(config):
-    explained(
-        pretrain("config", config, *sets("position.method=toy", "position.toy_base=1")),
-        2,
-        "position.toy_base = 1: input should be greater than 1",
-    )
-    explained(
-        pretrain("config", config, *sets("position.method=t5", "position.toy_base=7")),
-        2,
-        'set position.method = "toy"',
-    )
-    odd = sets("position.method=toy", "model.hidden_size=36", "model.num_attention_heads=4")
-    explained(
-        pretrain("config", config, *odd), 2, "model.hidden_size = 36: toys turn pairs of channels"
-    )
+    odd = ["model.hidden_size=36", "model.num_attention_heads=4"]
+    for method, settings, said in (
+        ("toy", ["position.toy_base=1"], "position.toy_base = 1: input should be greater than 1"),
+        ("t5", ["position.toy_base=7"], 'set position.method = "toy"'),
+        ("toy", odd, "model.hidden_size = 36: toys turn pairs of channels"),
+    ):
+        given = sets(f"position.method={method}", *settings)
+        explained(pretrain("config", config, *given), 2, said)
+
+
+def test_nothing_that_it_says_of_embeddings_and_initial_values_is_ignored(monkeypatch):
+    config, ids = tiny_config(position={"method": "toy"}), torch.arange(32)[None]
+    initialize(config)
+    monkeypatch.setattr(Toy, "embedded", lambda _, c, at: at[..., None].expand(1, -1, 96))
+    embedding = build_model(config)[0].eval().embedding
+    expected = embedding.word_embeddings(ids) + ids[..., None]
+    assert torch.equal(embedding(ids, ids), expected.transpose(0, 1))
+    for name, size, said in (
+        ("toy_slope", 8, "Toy.initial_values: position.toy_slope is not among its `tensors`: pos"),
+        ("toy_slopes", 9, ".toy_slopes has the shape (9,), and in `tensors` the shape (8,)"),
+    ):
+        given = {f"position.{name}": torch.ones(size)}
+        monkeypatch.setattr(Toy, "initial_values", lambda *_, given=given: given)
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            build_model(config)
+
+
+def test_a_study_whose_runs_would_not_know_it_is_refused(config, tmp_path):
+    keys = f'directory = "{tmp_path}/s"\nconfig = "{config}"\ntraining_lengths = [32]'
+    (tmp_path / "a.toml").write_text(f'title = "T"\n{keys}\nmethods = ["toy"]')
+    explained(pretrain("study", tmp_path / "a.toml"), 2, "a study trains with `python -m pretrain`")

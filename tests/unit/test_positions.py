@@ -107,13 +107,7 @@ OF_512 = {"original_max_position_embeddings": 512}
         {"type": "yarn", "factor": 8.0, **OF_512},
         {"type": "yarn", "factor": 2.0, "beta_fast": 8.0, "beta_slow": 2.0, **OF_512},
         {"type": "yarn", "factor": 40.0, "attention_factor": 1.2, **OF_512},
-        {
-            "type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            **OF_512,
-        },
+        {"type": "llama3", "factor": 8, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **OF_512},
     ],
     ids=lambda scaling: scaling["type"],
 )

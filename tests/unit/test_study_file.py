@@ -56,9 +56,7 @@ def overlays(folder: Path, *names: str) -> None:
     for name in names:
         method, length = name.split("_")[:2]
         text = DEMO.read_text().replace('method = "alibi"', f'method = "{method}"')
-        text = text.replace(
-            "sequence_length = 128", f"sequence_length = {length.partition('_')[0]}"
-        )
+        text = text.replace("sequence_length = 128", f"sequence_length = {length}")
         (folder / f"{name}.toml").write_text(text)
 
 
