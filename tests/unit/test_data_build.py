@@ -418,7 +418,7 @@ def test_a_missing_package_is_refused_before_the_build(
     stages = count_tokenize_stages(monkeypatch)
     run = config(tmp_path, cleaning, paths=[str(tmp_path / name)])
     for act in (build, show_plan):
-        with refused(rf"the package {package} is missing. Run `pip install 'pretrain\[data\]'`"):
+        with refused(rf"the package {package} is missing. Run `pip install -e '.\[data\]'`"):
             act(run)
     assert stages == [] and not (tmp_path / "data").exists()
 
