@@ -12,7 +12,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pretrain.evaluation.judge import (
     Case,
@@ -336,11 +336,23 @@ def with_smaller_slopes(evidence: Evidence, judge: Judge) -> Iterator[Case]:
     smaller = re.compile(rf"alibi{EVALUATED_WITH}position\.slopes = {{factor = {below_1}}}")
     changed = [curve for curve in evidence.curves if smaller.fullmatch(curve.method)]
     for each, curve in itertools.product(evidence.of("alibi"), changed):
-        own = each.of_models({(source.run, source.checkpoint) for source in curve.sources})
+        own = _of_same_models(each, curve)
         if own.protocol == curve.protocol and len(own.sources) == len(curve.sources):
             length = max(set(own.records) & set(curve.records), default=0)
             if length > own.train_length:
                 yield compare(curve, length, own, length, judge)
+
+
+def _of_same_models(curve: Curve, other: Curve) -> Curve:
+    """Return a curve of those of its seeds whose run and checkpoint are also in another curve."""
+    models = {(source.run, source.checkpoint) for source in other.sources}
+    kept = [i for i, each in enumerate(curve.sources) if (each.run, each.checkpoint) in models]
+    return replace(
+        curve,
+        name=curve.name if len(kept) == len(curve.sources) else curve.method,
+        sources=tuple(curve.sources[i] for i in kept),
+        records={n: tuple(rows[i] for i in kept) for n, rows in curve.records.items()},
+    )
 
 
 def costs(method: str, quantity: str, base: str = "sinusoidal", multiple: int = 1) -> Form:

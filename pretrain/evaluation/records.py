@@ -18,8 +18,8 @@ import math
 import os
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -441,15 +441,6 @@ class Curve:
     def is_mean(self) -> bool:
         """Return True for the mean of several seeds."""
         return len(self.sources) > 1
-
-    def of_models(self, models: Collection[tuple[str, str]]) -> Curve:
-        """Return the curve of those of its sources whose run and checkpoint are among `models`."""
-        kept = [i for i, each in enumerate(self.sources) if (each.run, each.checkpoint) in models]
-        records = {x: tuple(rows[i] for i in kept) for x, rows in self.records.items()}
-        name = self.name if len(kept) == len(self.sources) else self.method
-        return replace(
-            self, name=name, sources=tuple(self.sources[i] for i in kept), records=records
-        )
 
     def value(self, x: int, quantity: str = PERPLEXITY) -> Value:
         """Return the value at `x` with its 95 % interval, or the mean of seeds and their range.
