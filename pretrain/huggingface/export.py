@@ -33,7 +33,7 @@ from pretrain.huggingface.folder import add_proofs, special_ids, to_huggingface
 from pretrain.huggingface.parity import PRECISIONS, check_parity
 from pretrain.model.forward import logits
 from pretrain.model.gpt import build_model
-from pretrain.platform import release_memory
+from pretrain.platform import release_memory, to_device
 from pretrain.rundir.checkpoints import checkpoint_step, find_checkpoint, hold
 from pretrain.rundir.metrics import evaluation_records
 from pretrain.rundir.paths import RunPaths
@@ -206,7 +206,7 @@ def recorded_logits(
             chunks[0].eval()
             for row in (row for ids in ids_by_length for row in ids.long().unsqueeze(1)):
                 files[row.numpy().tobytes()] = name = f"{kept}/{len(files)}.npy"
-                np.save(name, logits(chunks[0], row).cpu().numpy())
+                np.save(name, logits(chunks[0], to_device(row)).cpu().numpy())
         finally:
             topology.finish()
         del chunks

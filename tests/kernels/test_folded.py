@@ -239,6 +239,9 @@ def test_cuda_outputs_and_gradients(case, dtype, kernel, monkeypatch):
         pytest.skip("this GPU has neither bf16 nor a flash kernel")
     narrow = kernel == "EFFICIENT_ATTENTION"
     monkeypatch.setattr(folded, "_takes_narrow_values", lambda q: narrow)
+    if narrow:
+        # This kernel cannot share keys among heads, which are therefore repeated for a V100.
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 0))
     qkv, arguments = make(case, dtype, "cuda")
     exact = run(attention_reference, qkv, arguments)
     plain = run(attention_reference, qkv, arguments, dtype=dtype)
