@@ -14,10 +14,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+import numpy as np
+
 from pretrain.evaluation.records import (
     Curve,
     Record,
     bounded_exp,
+    cluster_interval,
     full_name,
     length_in_words,
     number,
@@ -33,7 +36,7 @@ ROUNDING = 1e-12
 
 # ---- The difference of two values ----------------------------------------------------------------
 # Noise is estimated from blocks of text and from seeds: values on one text are compared block by
-# block, and each seed of one curve is compared with each seed of the other.
+# block, and seed by seed.
 class Verdict(Enum):
     """Verdict of the measured values on a claim."""
 
@@ -118,9 +121,10 @@ def combined(verdicts: Sequence[Verdict]) -> Verdict:
 def gap(a: Curve, at_a: int, b: Curve, at_b: int) -> Gap:
     """Return the loss of one curve minus that of another, or of the same curve at another length.
 
-    The range is the paired confidence interval, or if losses by block are not known, it comes from
-    the two separate intervals. With several seeds it contains the ranges of all pairs of seeds. For
-    one curve at two lengths, each seed is paired with itself. Non-finite losses count as infinite.
+    Each seed is compared with the same seed of the other, and the difference is the mean of theirs.
+    Its noise has two independent parts, whose squares are added: the paired confidence interval
+    over blocks of text, or, if losses by block are not known, the two separate intervals; and, with
+    several seeds, Student's t over their differences. Non-finite losses count as infinite.
 
     Args:
         a: A curve.
@@ -128,15 +132,27 @@ def gap(a: Curve, at_a: int, b: Curve, at_b: int) -> Gap:
         b: The curve to compare with, of the same tokenizer and text; may be the same curve.
         at_b: Length of its value.
     """
-    of_a, of_b = a.records[at_a], b.records[at_b]
-    pairs = list(zip(of_a, of_b)) if a is b else list(itertools.product(of_a, of_b))
-    apart = _mean_loss(of_a) - _mean_loss(of_b)
+    pairs = _paired(a, at_a, b, at_b)
+    apart = _mean_loss([x for x, _ in pairs]) - _mean_loss([y for _, y in pairs])
     if not math.isfinite(apart):
         return Gap(apart, apart, apart)
-    ranges = [paired_interval(x, y) or _unpaired(x, y) for x, y in pairs]
-    if any(math.isnan(end) for ends in ranges for end in ends):
-        return Gap(math.nan, apart, math.nan)
-    return Gap(min(low for low, _ in ranges), apart, max(high for _, high in ranges))
+    low, high = paired_interval(pairs) or _unpaired(pairs)
+    if len(pairs) > 1:
+        differences = [number(x["loss_nats"]) - number(y["loss_nats"]) for x, y in pairs]
+        least, most = cluster_interval(np.array(differences), np.ones(len(pairs)))
+        low = apart - math.hypot(apart - low, apart - least)
+        high = apart + math.hypot(high - apart, most - apart)
+    return Gap(math.nan, apart, math.nan) if math.isnan(high - low) else Gap(low, apart, high)
+
+
+def _paired(a: Curve, at_a: int, b: Curve, at_b: int) -> list[tuple[Record, Record]]:
+    """Return the records of the seeds that both have; if there are none, those in equal places."""
+    of_a, of_b = (
+        {source.seed: record for source, record in zip(curve.sources, curve.records[at])}
+        for curve, at in ((a, at_a), (b, at_b))
+    )
+    common = [(of_a[seed], of_b[seed]) for seed in of_a if seed in of_b]
+    return common or list(zip(a.records[at_a], b.records[at_b]))
 
 
 def _mean_loss(records: Sequence[Record]) -> float:
@@ -145,12 +161,14 @@ def _mean_loss(records: Sequence[Record]) -> float:
     return sum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.inf
 
 
-def _unpaired(a: Record, b: Record) -> tuple[float, float]:
-    """Return the range of the difference of two values from their separate intervals."""
-    low_a, high_a, low_b, high_b = (
-        number(record[key]) for record in (a, b) for key in ("loss_low", "loss_high")
-    )
-    return low_a - high_b, high_a - low_b
+def _unpaired(pairs: Sequence[tuple[Record, Record]]) -> tuple[float, float]:
+    """Return the mean range of the differences of two values from their separate intervals."""
+    ends = [
+        [number(record[key]) for record in pair for key in ("loss_low", "loss_high")]
+        for pair in pairs
+    ]
+    lows, highs = [e[0] - e[3] for e in ends], [e[1] - e[2] for e in ends]
+    return sum(lows) / len(pairs), sum(highs) / len(pairs)
 
 
 # ---- cases ---------------------------------------------------------------------------------------
@@ -176,7 +194,7 @@ class Case:
     tokens: int | None = None
     """Tokens scored for each of the values."""
     seeds: int | None = None
-    """Number of seeds of the curve with fewer seeds."""
+    """Number of seeds that were compared."""
     curves: tuple[Curve, ...] = ()
     """The curves that were compared."""
 
@@ -320,7 +338,7 @@ def compare(a: Curve, at_a: int, b: Curve, at_b: int, judge: Judge) -> Case:
         a.train_length,
         found.ratios(),
         min(record["tokens"] or 0 for record in (*of_a, *of_b)) or None,
-        min(len(of_a), len(of_b)),
+        len(_paired(a, at_a, b, at_b)),
         (a, b),
     )
 

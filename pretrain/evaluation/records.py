@@ -222,20 +222,21 @@ def wilson_interval(right: NDArray[np.float64]) -> tuple[float, float]:
 # that of the difference between two values, taken block by block, does not.
 
 
-def paired_interval(a: Record, b: Record) -> tuple[float, float] | None:
-    """Return the 95 % interval of loss a - loss b, or None where they cannot be paired.
+def paired_interval(pairs: Sequence[tuple[Record, Record]]) -> tuple[float, float] | None:
+    """Return the 95 % interval over text of the mean of loss a - loss b, or None if unpaired.
 
-    The two must be of one validation set and tokenizer, which have cut the text into the same
-    blocks.
+    All must be of one validation set and tokenizer, which have cut the text into the same blocks.
     """
-    mine, other = a.get(BLOCKS), b.get(BLOCKS)
-    if mine is None or other is None:
+    records = [record for pair in pairs for record in pair]
+    blocks = [found for record in records if (found := record.get(BLOCKS)) is not None]
+    texts = {(record["tokenizer"], record["validation"]) for record in records}
+    if len(blocks) < len(records) or len(texts) > 1 or None in next(iter(texts)):
         return None
-    if any(a[key] is None or a[key] != b[key] for key in ("tokenizer", "validation")):
+    if not all(np.array_equal(each.counts, blocks[0].counts) for each in blocks):
         return None
-    if not np.array_equal(mine.counts, other.counts):
-        return None
-    low, high = confidence_interval(mine.losses - other.losses, mine.counts)
+    losses_a, losses_b = ([each.losses for each in blocks[side::2]] for side in (0, 1))
+    apart = np.mean(losses_a, axis=0) - np.mean(losses_b, axis=0)
+    low, high = confidence_interval(apart, blocks[0].counts)
     return None if np.isnan(low) else (low, high)
 
 

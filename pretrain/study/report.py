@@ -134,11 +134,11 @@ VERDICTS_EXPLAINED = (
     "A claim fails when it fails at one training length. It cannot be judged when it lies inside "
     "the noise at one of them, where what it needs was not measured, or where a run has learned "
     "nothing: its loss at L is not below the entropy of the frequencies of the scored tokens, so "
-    "that a fixed distribution would predict as well. Noise is the 95 % "
-    "interval of the difference of two values, taken block by block of the text; of several seeds "
-    "each of one is compared with each of the other. Thresholds are the same for every study. The "
-    "column on the published numbers says how the same predicate judges the paper's own tables, "
-    f"as they are printed. {ONE_SEED}"
+    "that a fixed distribution would predict as well. Noise is the 95 % interval of the difference "
+    "of two values, block by block of the text and seed by seed: the text's, and Student's t over "
+    "the differences of equal seeds, added as squares. Thresholds are the same for every study. "
+    "The column on the published numbers says how the same predicate judges the paper's own "
+    f"tables, as they are printed. {ONE_SEED}"
 )
 EARLY_EXPLAINED = (
     "A text that is cut into windows of k L tokens has fewer tokens with little context before "

@@ -108,6 +108,10 @@ class StudyFile(Section):
     """Values of run.seed: each method and length is trained with each of them. Default: the seed of
     the config. Two or more show which differences are noise."""
 
+    further_seeds: dict[str, list[int]] = Field(default={})
+    """Method and length, such as "alibi-128" -> further seeds of these runs alone, for comparisons
+    that the seeds of all runs leave open. Two curves are compared by the seeds that both have."""
+
     settings: tuple[str, ...] = Field(default=(), strict=False)
     """Settings of all runs, each in the form of --set, such as "train.num_steps=320". The study's
     own keys, such as methods and seeds, override them."""
@@ -315,14 +319,20 @@ def resolve(path: Path, asked: StudyFile) -> Study:
         for size, of_size in (asked.sizes or {"": []}).items()
         for each in runs_of(path, asked, [*asked.settings, *of_size])
     ]
-    seeds = [[f"run.seed={seed}"] for seed in asked.seeds or ()] or [[]]
+    seeds: list[int | None] = [*(asked.seeds or (None,))]
+    further = sorted({*itertools.chain(*asked.further_seeds.values())} - {*seeds})
     runs: dict[str, StudyRun] = {}
-    for seed_set, (size, source, of_run) in itertools.product(seeds, asked_for):
-        settings = [*of_run, *seed_set]
+    met = set()
+    for seed, (size, source, of_run) in itertools.product([*seeds, *further], asked_for):
+        settings = [*of_run, *([] if seed is None else [f"run.seed={seed}"])]
         config = load_config(source, settings)
-        trained, seed = config.parts[-1].config, config.run.seed
-        name = f"{trained.position_name}-{trained.data.sequence_length}-s{seed}"
-        name = f"{size}-{name}" if size else name
+        trained = config.parts[-1].config
+        kind = f"{trained.position_name}-{trained.data.sequence_length}"
+        kind = f"{size}-{kind}" if size else kind
+        met.add(kind)
+        if seed not in (*seeds, *asked.further_seeds.get(kind, ())):
+            continue
+        name = f"{kind}-s{config.run.seed}"
         if twice := runs.get(name):
             raise ConfigError(
                 f"{path}: {source} and {twice.source} are both {name}: one method, training length "
@@ -331,6 +341,11 @@ def resolve(path: Path, asked: StudyFile) -> Study:
         directory = json.dumps(str(Path(asked.directory, "runs", name)), ensure_ascii=False)
         config = load_config(source, [*settings, f"run.directory={directory}"])
         runs[name] = StudyRun(name, config, source, size)
+    if unknown := ", ".join(asked.further_seeds.keys() - met):
+        raise ConfigError(
+            f"{path}: further_seeds: {unknown}: the study has no such runs. Choose among "
+            f"{', '.join(sorted(met))}"
+        )
     study = Study(path, asked, tuple(runs.values()))
     _check_evaluation(study)
     return study

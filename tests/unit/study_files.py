@@ -68,21 +68,21 @@ def make_records(
         lengths: Window lengths; those below a run's training length are left out.
         seeds: Seeds; each has a run.
         spread: Half of every interval, in nats.
-        noise: How far the losses of two seeds with neighboring numbers lie apart, in nats.
+        noise: What a seed adds to a method's loss in nats, times the places of both in their lists.
     """
     return [
         make_record(
             method,
             protocol,
             length,
-            perplexity(method, trained_at, protocol, length) * math.exp(noise * i),
+            perplexity(method, trained_at, protocol, length) * math.exp(noise * i * k),
             seed=seed,
             train_length=trained_at,
             stride=STRIDE if protocol == "sliding" else length,
             spread=spread,
             run=f"runs/{name(method, trained_at, seed, seeds)}",
         )
-        for method in methods
+        for k, method in enumerate(methods)
         for trained_at in trained
         for i, seed in enumerate(seeds)
         for protocol in ("nonoverlapping", "sliding")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import re
 
+import numpy as np
 import pytest
+from scipy import stats
 
 from pretrain.evaluation.claims import CLAIMS, judge
 from pretrain.evaluation.judge import Evidence, Gap, Row, Unigram, Verdict, combined, gap
@@ -255,6 +257,20 @@ def test_nothing_wins_against_a_run_that_diverged(seeds):
     found = verdicts(diverged(at_l, "alibi") + longer)
     assert found["alibi_falls_to_2L"] == Verdict.MISSING
     assert found["alibi_no_worse_than_sinusoidal_at_L"] == Verdict.FAILS
+
+
+def test_seeds_are_compared_as_a_paired_t_test_does():
+    """scipy's is the oracle. The seed that one curve alone has, counts for nothing."""
+    losses = {"alibi": {9: 7.0, 1: 3.0, 2: 3.1, 3: 3.05}, "t5": {3: 3.2, 1: 3.05, 2: 3.18}}
+    a, b = make_curves(
+        make_record(method, perplexity=math.exp(loss), seed=seed, spread=0.0)
+        for method, of_seeds in losses.items()
+        for seed, loss in of_seeds.items()
+    )
+    ours, theirs = ([losses[method][seed] for seed in (1, 2, 3)] for method in losses)
+    ends = stats.ttest_rel(ours, theirs).confidence_interval(0.95)
+    found = gap(a, 128, b, 128)
+    assert found == pytest.approx((ends.low, np.mean(ours) - np.mean(theirs), ends.high))
 
 
 @pytest.mark.parametrize("noise", [{"spread": 3.0}, {"seeds": (1, 2, 3), "noise": 3.0}])

@@ -72,6 +72,15 @@ def test_methods_lengths_and_seeds_are_a_run_each_with_equal_tokens_a_step(tmp_p
         assert run.config.batch.micro_batch_size * run.train_length == 16 * 128
 
 
+def test_further_seeds_are_of_the_runs_they_name(tmp_path: Path) -> None:
+    more = "[further_seeds]\nalibi-64 = [3, 1]\n"
+    found = study(tmp_path, FIELDS | {"seeds": "[1, 2]"}, more)
+    assert [run.name for run in found.runs if run.config.run.seed > 2] == ["alibi-64-s3"]
+    assert len(found.runs) == 2 * 4 + 1
+    with pytest.raises(ConfigError, match="further_seeds: alibi-65: .* Choose among alibi-256, a"):
+        study(tmp_path, FIELDS, more.replace("64", "65"))
+
+
 def test_a_study_differs_from_its_config_in_what_it_says_and_in_nothing_else(
     tmp_path: Path,
 ) -> None:
