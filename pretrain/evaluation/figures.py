@@ -344,6 +344,13 @@ def in_panels(curves: Sequence[Curve]) -> dict[str, list[Curve]]:
     return grouped(ordered, panel_of)
 
 
+def line_name(curve: Curve, curves: Iterable[Curve]) -> str:
+    """Return a curve's name, or one for all of a method's curves that have unequally many seeds."""
+    counts = {len(each.sources) for each in curves if each.method == curve.method and each.is_mean}
+    own, of_all = len(curve.sources), f"{min(counts, default=0)} to {max(counts, default=0)}"
+    return curve.name.replace(f"{own} seeds", f"{own if len(counts) < 2 else of_all} seeds")
+
+
 def lines_by_length(
     curves: Sequence[Curve], quantity: str = PERPLEXITY
 ) -> tuple[list[Line], Frame]:
@@ -363,7 +370,8 @@ def lines_by_length(
                 values = [_beside(curve, x, own[0], quantity) for x in xs]
             else:
                 values = [curve.value(x, quantity) for x in xs]
-            lines.append(Line(panel, curve.name, xs, values, curve.is_mean and len(own) == 1))
+            name = line_name(curve, curves)
+            lines.append(Line(panel, name, xs, values, curve.is_mean and len(own) == 1))
     only = trained[0] if len(trained) == 1 else None
     ticks = {x: length_label(int(x), only, "\n") for line in lines for x in line.xs}
     marked = {panel: train_lengths(own) for panel, own in panels.items()}
@@ -428,7 +436,8 @@ def lines_by_position(curves: Sequence[PositionCurve]) -> tuple[list[Line], Fram
         marked[panel] = [curve.train_length]
         wide = [each.merged(TOKENS_OF_A_VALUE) for each in binned]
         values = [Value.of_seeds(losses) for losses in zip(*(each.losses for each in wide))]
-        lines.append(Line(panel, curve.name, wide[0].centers(), values, len(wide) > 1))
+        name = line_name(curve, (each.curve for each in curves))
+        lines.append(Line(panel, name, wide[0].centers(), values, len(wide) > 1))
     longest = max(each.length for each in curves)
     powers = range(0, math.ceil(math.log2(longest + 1)) + 1, 2)
     ticks = {float(2**n): str(2**n) for n in powers}

@@ -23,6 +23,7 @@ from pretrain.evaluation.figures import (
     Frame,
     Line,
     in_panels,
+    line_name,
     lines_by_length,
     lines_by_position,
 )
@@ -418,7 +419,8 @@ def _ratios(mine: Sequence[Curve], model: str) -> tuple[list[Line], Frame]:
     lines: dict[tuple[str, str], Line] = {}
     for panel, curves in in_panels(mine).items():
         for curve in curves:
-            both = {curve.name: curve, f"{curve.method}, published": _nearest(curve, model)}
+            name = line_name(curve, mine)
+            both = {name: curve, f"{curve.method}, published": _nearest(curve, model)}
             for name, each in both.items():
                 if each is not None and len(values := _ratios_of(each)) > 1:
                     lines[panel, name] = Line(panel, name, list(values), list(values.values()))
