@@ -16,7 +16,7 @@ import math
 import statistics
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pretrain.config import load_config
@@ -78,6 +78,8 @@ def rows() -> Iterator[Row]:
                 ],
             )
             target = read_target(gpus, row["gpu"], row.get("network_gbit"))
+            # The rows are of other code than ours.
+            target = replace(target, device=target.device.fitted or target.device)
             layout = config.layout(gpus)
             stages = stages_of(config, layout)
             slow, fast = (

@@ -55,7 +55,7 @@ def step(gpus=1, device=H200, network=FAST, *settings):
 def test_the_page_shows_what_the_model_computes():
     """Every line of the table, in the order and rounding of the page."""
     cases = [
-        (1, "h200", None, [*ON_H200, "batch.global_batch_size=16"]),
+        (1, "h100", None, [*ON_H200, "batch.global_batch_size=16"]),
         (1, "h200", None, [*ON_H200, "batch.global_batch_size=64"]),
         (128, "h200", 3200, ON_H200),
         (128, "h200", 400, ON_H200),
@@ -75,6 +75,16 @@ def test_the_page_shows_what_the_model_computes():
         rows.append([title, *(f"{mfu[number]:.1%}" for _, mfu in columns)])
     table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
     assert table in PAGE.read_text(), f"put this into {PAGE}:\n{table}"
+
+
+def test_an_h100_takes_as_long_as_was_measured():
+    """In ms: the classes of a step of 281.3 ms in benchmarks/results/gpu_day_h100.md."""
+    config = load_config(CONFIG, ["parallel.world_size=1", *ON_H200, "batch.global_batch_size=16"])
+    layout = config.layout(1)
+    found = time_of_step(config, layout, stages_of(config, layout), read_target(1, "h100", None))
+    measured = {"matrix products": 181.3, "attention": 27.75, "gaps between kernels": 12.9}
+    assert {n: found.lines[n] for n in measured} == pytest.approx(measured, rel=0.01)
+    assert found.milliseconds == pytest.approx(281.3, rel=0.02)
 
 
 def test_a_perfect_device_needs_the_time_of_its_operations():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 
-import numpy as np
 import pytest
 from scipy import stats
 
@@ -267,10 +266,8 @@ def test_seeds_are_compared_as_a_paired_t_test_does():
         for method, of_seeds in losses.items()
         for seed, loss in of_seeds.items()
     )
-    ours, theirs = ([losses[method][seed] for seed in (1, 2, 3)] for method in losses)
-    ends = stats.ttest_rel(ours, theirs).confidence_interval(0.95)
-    found = gap(a, 128, b, 128)
-    assert found == pytest.approx((ends.low, np.mean(ours) - np.mean(theirs), ends.high))
+    low, high = stats.ttest_rel([3.0, 3.1, 3.05], [3.05, 3.18, 3.2]).confidence_interval(0.95)
+    assert gap(a, 128, b, 128) == pytest.approx((low, (low + high) / 2, high))
 
 
 @pytest.mark.parametrize("noise", [{"spread": 3.0}, {"seeds": (1, 2, 3), "noise": 3.0}])

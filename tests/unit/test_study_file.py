@@ -61,24 +61,15 @@ def overlays(folder: Path, *names: str) -> None:
 
 
 def test_methods_lengths_and_seeds_are_a_run_each_with_equal_tokens_a_step(tmp_path: Path) -> None:
-    found = study(tmp_path, FIELDS | {"seeds": "[1, 2]"})
+    found = study(tmp_path, FIELDS | {"seeds": "[1, 2]"}, "[further_seeds]\nalibi-64 = [3, 1]")
     names = [f"{m}-{n}-s{s}" for s in (1, 2) for n in (64, 256) for m in ("alibi", "t5")]
-    assert [run.name for run in found.runs] == names
+    assert [run.name for run in found.runs] == [*names, "alibi-64-s3"]
     for run in found.runs:
         assert run.name == f"{run.method}-{run.train_length}-s{run.seed}"
         assert run.config.run.directory == f"s/runs/{run.name}"
         # The demo's, at its own 128 tokens: 32 sequences a step, 16 in a micro batch.
         assert run.config.tokens_per_step == 32 * 128
         assert run.config.batch.micro_batch_size * run.train_length == 16 * 128
-
-
-def test_further_seeds_are_of_the_runs_they_name(tmp_path: Path) -> None:
-    more = "[further_seeds]\nalibi-64 = [3, 1]\n"
-    found = study(tmp_path, FIELDS | {"seeds": "[1, 2]"}, more)
-    assert [run.name for run in found.runs if run.config.run.seed > 2] == ["alibi-64-s3"]
-    assert len(found.runs) == 2 * 4 + 1
-    with pytest.raises(ConfigError, match="further_seeds: alibi-65: .* Choose among alibi-256, a"):
-        study(tmp_path, FIELDS, more.replace("64", "65"))
 
 
 def test_a_study_differs_from_its_config_in_what_it_says_and_in_nothing_else(
@@ -178,6 +169,7 @@ def test_the_default_lengths_are_1_to_16_times_every_training_length(tmp_path: P
         ({"base": '"none.toml"'}, "", "none.toml: no such config file, the base of"),
         ({}, "[evaluation]\nlengths = [64]\nstride = 65", "--stride 65: longer than the shortest"),
         ({"methods": '["learned"]'}, "", "max_position_embeddings"),
+        ({}, "[further_seeds]\nalibi-65 = [1]", "further_seeds: alibi-65: the study has no such"),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_key(
