@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.gpu_day import two_ranks
 from benchmarks.gpu_day.attention_correctness import WRONG_CODE
 from benchmarks.gpu_day.sizes import CUDA
 
@@ -81,6 +82,13 @@ PARTS = (
         "product-1.3B",
         "Does the 1.3B model, for 30 steps, with checkpoints of 18 GB?",
         *(220, 480),
+    ),
+    Part(
+        "two-ranks",
+        "Do two ranks of NCCL on one GPU train as one process does, in each kind of layout?",
+        *(150, 300),
+        (_module("two_ranks"), "--out", "OUT"),
+        complete_codes=(0, two_ranks.WRONG_CODE),
     ),
     _tests(
         "cuda-tests",
