@@ -6,7 +6,6 @@ Each way is a function that returns the seconds that it took, by the clock that 
 from __future__ import annotations
 
 import itertools
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,8 +34,8 @@ def rounds(
 ) -> Iterator[dict[str, float | str]]:
     """Yield the seconds of every way in each round, or once, in its first round, why it failed.
 
-    Each round has another order, because a GPU is slower behind a way that heats it: on an H100,
-    equal steps that always followed the same two others were 2.6 % apart.
+    The rounds have the orders of a Williams design, in which each way follows each other equally
+    often: on an H100, equal steps were 2.6 % apart that each always followed the same other one.
 
     Args:
         ways: By name.
@@ -50,16 +49,25 @@ def rounds(
         if number == count or (number >= 3 and time.monotonic() - begin > seconds):
             return
         found: dict[str, float | str] = {}
-        for name, way in random.Random(number).sample([*running.items()], len(running)):
+        for name in _order([*running], number):
             try:
-                found[name] = way()
+                found[name] = running[name]()
             # A library may be too old, or a kernel may not compile: the others go on.
             except Exception as error:
                 said = " ".join(str(error).split())[:160]
                 failed[name] = f"{type(error).__name__}: {said}"
                 del running[name]
         if number >= 0:
-            yield {**found, **failed}
+            yield {name: {**found, **failed}[name] for name in ways}
+
+
+def _order(names: Sequence[str], number: int) -> list[str]:
+    """Return the order of a round: after as many rounds as ways, or twice as many, all is even."""
+    size = len(names)
+    steps = [(k + 1) // 2 if k % 2 else size - k // 2 for k in range(size)]
+    order = [names[(number + step) % size] for step in steps]
+    # An odd number of ways also needs every order reversed.
+    return order[::-1] if size % 2 and number // size % 2 else order
 
 
 def summary(found: Sequence[Mapping[str, float | str]]) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -20,7 +21,6 @@ from pretrain.evaluation.records import (
     Curve,
     Record,
     bounded_exp,
-    cluster_interval,
     full_name,
     length_in_words,
     number,
@@ -35,8 +35,7 @@ ROUNDING = 1e-12
 
 
 # ---- The difference of two values ----------------------------------------------------------------
-# Noise is estimated from blocks of text and from seeds: values on one text are compared block by
-# block, and seed by seed.
+# Noise is estimated from blocks of text, which are compared in pairs, and from seeds.
 class Verdict(Enum):
     """Verdict of the measured values on a claim."""
 
@@ -121,10 +120,9 @@ def combined(verdicts: Sequence[Verdict]) -> Verdict:
 def gap(a: Curve, at_a: int, b: Curve, at_b: int) -> Gap:
     """Return the loss of one curve minus that of another, or of the same curve at another length.
 
-    Each seed is compared with the same seed of the other, and the difference is the mean of theirs.
-    Its noise has two independent parts, whose squares are added: the paired confidence interval
-    over blocks of text, or, if losses by block are not known, the two separate intervals; and, with
-    several seeds, Student's t over their differences. Non-finite losses count as infinite.
+    It is the difference of the means over all seeds; non-finite losses count as infinite. Its noise
+    has two independent parts, whose squares are added: the paired confidence interval over blocks
+    of text, or, if losses by block are not known, the two separate intervals; and that of seeds.
 
     Args:
         a: A curve.
@@ -132,27 +130,41 @@ def gap(a: Curve, at_a: int, b: Curve, at_b: int) -> Gap:
         b: The curve to compare with, of the same tokenizer and text; may be the same curve.
         at_b: Length of its value.
     """
-    pairs = _paired(a, at_a, b, at_b)
-    apart = _mean_loss([x for x, _ in pairs]) - _mean_loss([y for _, y in pairs])
+    of_a, of_b = a.records[at_a], b.records[at_b]
+    apart = _mean_loss(of_a) - _mean_loss(of_b)
     if not math.isfinite(apart):
         return Gap(apart, apart, apart)
-    low, high = paired_interval(pairs) or _unpaired(pairs)
-    if len(pairs) > 1:
-        differences = [number(x["loss_nats"]) - number(y["loss_nats"]) for x, y in pairs]
-        least, most = cluster_interval(np.array(differences), np.ones(len(pairs)))
-        low = apart - math.hypot(apart - low, apart - least)
-        high = apart + math.hypot(high - apart, most - apart)
-    return Gap(math.nan, apart, math.nan) if math.isnan(high - low) else Gap(low, apart, high)
+    low, high = paired_interval(of_a, of_b) or _unpaired(of_a, of_b)
+    if math.isnan(low) or math.isnan(high):
+        return Gap(math.nan, apart, math.nan)
+    seeds = _noise_of_seeds(a, at_a, b, at_b)
+    below, above = (math.hypot(end - apart, seeds) for end in (low, high))
+    return Gap(apart - below, apart, apart + above)
 
 
-def _paired(a: Curve, at_a: int, b: Curve, at_b: int) -> list[tuple[Record, Record]]:
-    """Return the records of the seeds that both have; if there are none, those in equal places."""
+def _noise_of_seeds(a: Curve, at_a: int, b: Curve, at_b: int) -> float:
+    """Return half of the 95 % interval of the difference of means over seeds, by Student's t.
+
+    Equal seeds are compared in pairs. Otherwise the seeds of both are independent samples of one
+    variance. One seed of each shows none: 0.
+    """
+    # Here, as in `cluster_interval`.
+    from scipy.special import stdtrit
+
     of_a, of_b = (
-        {source.seed: record for source, record in zip(curve.sources, curve.records[at])}
-        for curve, at in ((a, at_a), (b, at_b))
+        {source.seed: number(r["loss_nats"]) for source, r in zip(c.sources, c.records[at])}
+        for c, at in ((a, at_a), (b, at_b))
     )
-    common = [(of_a[seed], of_b[seed]) for seed in of_a if seed in of_b]
-    return common or list(zip(a.records[at_a], b.records[at_b]))
+    if of_a.keys() == of_b.keys():
+        samples, share = [np.array([of_a[seed] - of_b[seed] for seed in of_a])], 1 / len(of_a)
+    else:
+        samples = [np.array([*of_a.values()]), np.array([*of_b.values()])]
+        share = 1 / len(of_a) + 1 / len(of_b)
+    degrees = sum(len(sample) - 1 for sample in samples)
+    if degrees == 0:
+        return 0.0
+    squares = sum(np.square(sample - sample.mean()).sum() for sample in samples)
+    return float(stdtrit(degrees, 0.975) * np.sqrt(squares / degrees * share))
 
 
 def _mean_loss(records: Sequence[Record]) -> float:
@@ -161,14 +173,16 @@ def _mean_loss(records: Sequence[Record]) -> float:
     return sum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.inf
 
 
-def _unpaired(pairs: Sequence[tuple[Record, Record]]) -> tuple[float, float]:
-    """Return the mean range of the differences of two values from their separate intervals."""
-    ends = [
-        [number(record[key]) for record in pair for key in ("loss_low", "loss_high")]
-        for pair in pairs
-    ]
-    lows, highs = [e[0] - e[3] for e in ends], [e[1] - e[2] for e in ends]
-    return sum(lows) / len(pairs), sum(highs) / len(pairs)
+def _unpaired(of_a: Sequence[Record], of_b: Sequence[Record]) -> tuple[float, float]:
+    """Return the range of the difference of two means from the mean separate intervals."""
+    (low_a, high_a), (low_b, high_b) = (
+        [
+            statistics.fmean(number(record[key]) for record in records)
+            for key in ("loss_low", "loss_high")
+        ]
+        for records in (of_a, of_b)
+    )
+    return low_a - high_b, high_a - low_b
 
 
 # ---- cases ---------------------------------------------------------------------------------------
@@ -194,7 +208,7 @@ class Case:
     tokens: int | None = None
     """Tokens scored for each of the values."""
     seeds: int | None = None
-    """Number of seeds that were compared."""
+    """Number of seeds of the curve with fewer seeds."""
     curves: tuple[Curve, ...] = ()
     """The curves that were compared."""
 
@@ -338,7 +352,7 @@ def compare(a: Curve, at_a: int, b: Curve, at_b: int, judge: Judge) -> Case:
         a.train_length,
         found.ratios(),
         min(record["tokens"] or 0 for record in (*of_a, *of_b)) or None,
-        len(_paired(a, at_a, b, at_b)),
+        min(len(of_a), len(of_b)),
         (a, b),
     )
 

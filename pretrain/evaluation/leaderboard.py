@@ -224,7 +224,7 @@ def is_better(a: Row, b: Row) -> bool:
 
     Compared block by block if both have the same tokens; else their intervals must not overlap.
     """
-    paired = rec.paired_interval([(a.record, b.record)])
+    paired = rec.paired_interval([a.record], [b.record])
     is_sure = paired[1] < 0 if paired is not None else a.bits.high < b.bits.low
     return is_sure and a.bits.value < b.bits.value * (1 - TOLERANCE)
 

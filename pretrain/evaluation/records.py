@@ -222,20 +222,20 @@ def wilson_interval(right: NDArray[np.float64]) -> tuple[float, float]:
 # that of the difference between two values, taken block by block, does not.
 
 
-def paired_interval(pairs: Sequence[tuple[Record, Record]]) -> tuple[float, float] | None:
-    """Return the 95 % interval over text of the mean of loss a - loss b, or None if unpaired.
+def paired_interval(of_a: Sequence[Record], of_b: Sequence[Record]) -> tuple[float, float] | None:
+    """Return the 95 % interval over text of mean loss a - mean loss b; None where not paired.
 
     All must be of one validation set and tokenizer, which have cut the text into the same blocks.
     """
-    records = [record for pair in pairs for record in pair]
+    records = [*of_a, *of_b]
     blocks = [found for record in records if (found := record.get(BLOCKS)) is not None]
     texts = {(record["tokenizer"], record["validation"]) for record in records}
     if len(blocks) < len(records) or len(texts) > 1 or None in next(iter(texts)):
         return None
     if not all(np.array_equal(each.counts, blocks[0].counts) for each in blocks):
         return None
-    losses_a, losses_b = ([each.losses for each in blocks[side::2]] for side in (0, 1))
-    apart = np.mean(losses_a, axis=0) - np.mean(losses_b, axis=0)
+    losses = [each.losses for each in blocks]
+    apart = np.mean(losses[: len(of_a)], axis=0) - np.mean(losses[len(of_a) :], axis=0)
     low, high = confidence_interval(apart, blocks[0].counts)
     return None if np.isnan(low) else (low, high)
 

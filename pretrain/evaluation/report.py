@@ -294,11 +294,10 @@ def _add_by_length(page: Page, records: Sequence[Record], stem: str) -> None:
 
 # ---- Say what stands out ----
 EXPLAINED = (
-    "Two values of one text are compared block by block, and seed by seed: the range behind a "
-    "ratio is that in which noise puts it. With several seeds, their spread (Student's t over the "
-    "differences of equal seeds) is added to the text's, as a sum of squares. Where losses by "
-    "block are not known, the two 95 % intervals take the text's place. A range that holds 1 shows "
-    "no difference."
+    "Two values of one text are compared block by block: the range behind a ratio is that in which "
+    "noise puts it. With several seeds, theirs is added to the text's, as a sum of squares: "
+    "Student's t, in pairs if both have the same seeds. Where losses by block are not known, the "
+    "two 95 % intervals take the text's place. A range that holds 1 shows no difference."
 )
 CLAIMS_EXPLAINED = (
     "The claims are those of `pretrain study`, most of them of the paper (Press, Smith and Lewis, "

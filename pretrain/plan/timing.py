@@ -54,7 +54,8 @@ class Device:
     name: str
     """As torch.cuda.get_device_name() reports it; `pretrain.model` knows its peak."""
     gemm_fraction: float
-    """Share of the peak that products reach in training, with all multiprocessors busy, large K."""
+    """Share of the peak that products reach in training, with all multiprocessors busy, large K:
+    what `gemm_ms` needs for the time that all of them take."""
     multiprocessors: int
     tile: tuple[int, int]
     """Rows and columns of the output that one thread block of a matrix product computes."""
@@ -78,7 +79,7 @@ class Device:
     """Share of attention's rates with a mask in memory and products in fp32. Assumed."""
     fitted: Device | None = None
     """The same GPU at the speeds that published training in other code is fitted by, where our own
-    code was measured: the slow end of the range."""
+    code was measured. The slow end of the range is below them by SLOW."""
 
     @property
     def is_modern(self) -> bool:
@@ -96,9 +97,14 @@ class Device:
     def ends(self) -> tuple[Inputs, Inputs]:
         """Factors on the speeds at the slow end and at the fast end of their range."""
         other = self.fitted or self
+        # Of attention, two and a half times as much is done backward as forward.
+        ours, theirs = (
+            1 / rates[0] + 2.5 / rates[1]
+            for rates in (self.attention_tflops, other.attention_tflops)
+        )
         slow = SLOW._replace(
             matrix_products=SLOW.matrix_products * other.gemm_fraction / self.gemm_fraction,
-            attention=SLOW.attention * other.attention_tflops[1] / self.attention_tflops[1],
+            attention=SLOW.attention * ours / theirs,
         )
         return slow, FAST._replace(matrix_products=LARGE_PRODUCT / self.gemm_fraction)
 
@@ -185,14 +191,13 @@ A100 = replace(
     network_gbit=1600,
 )
 # Measured on an H100, in a step of two micro batches of 8 x 1,024 tokens of the 1.3B model: 181.3
-# ms of products, 142 us of attention forward and 413 us backward in a layer, and 12.9 ms without
-# any kernel, for 1,578 launches. An H200 has the same multiprocessors.
+# ms of products, 142 us of attention forward and 413 us backward in a layer. The products include
+# the sums of gradients. An H200 has the same multiprocessors.
 H100, H200 = (
     replace(
         each,
         gemm_fraction=0.80,
         attention_tflops=(241.0, 208.0),
-        launch_gap_us=8.2,
         fitted=each,
     )
     for each in (_H100, _H200)

@@ -136,9 +136,9 @@ VERDICTS_EXPLAINED = (
     "the noise at one of them, where what it needs was not measured, or where a run has learned "
     "nothing: its loss at L is not below the entropy of the frequencies of the scored tokens, so "
     "that a fixed distribution would predict as well. Noise is the 95 % interval of the difference "
-    "of two values, block by block of the text and seed by seed: the text's, and Student's t over "
-    "the differences of equal seeds, added as squares. Thresholds are the same for every study. "
-    "The column on the published numbers says how the same predicate judges the paper's own "
+    "of two values: that of the text, block by block, and that of the seeds, by Student's t (in "
+    "pairs if both have the same seeds), added as squares. Thresholds are the same for every "
+    "study. The column on the published numbers says how the same predicate judges the paper's own "
     f"tables, as they are printed. {ONE_SEED}"
 )
 EARLY_EXPLAINED = (

@@ -110,7 +110,7 @@ class StudyFile(Section):
 
     further_seeds: dict[str, list[int]] = Field(default={})
     """Method and length, such as "alibi-128" -> further seeds of these runs alone, for comparisons
-    that the seeds of all runs leave open. Two curves are compared by the seeds that both have."""
+    that the seeds of all runs leave open."""
 
     settings: tuple[str, ...] = Field(default=(), strict=False)
     """Settings of all runs, each in the form of --set, such as "train.num_steps=320". The study's
@@ -341,7 +341,7 @@ def resolve(path: Path, asked: StudyFile) -> Study:
         directory = json.dumps(str(Path(asked.directory, "runs", name)), ensure_ascii=False)
         config = load_config(source, [*settings, f"run.directory={directory}"])
         runs[name] = StudyRun(name, config, source, size)
-    if unknown := ", ".join(asked.further_seeds.keys() - met):
+    if unknown := ", ".join(sorted(asked.further_seeds.keys() - met)):
         raise ConfigError(
             f"{path}: further_seeds: {unknown}: the study has no such runs. Choose among "
             f"{', '.join(sorted(met))}"

@@ -92,7 +92,7 @@ def test_a_killed_controller_a_killed_node_and_a_stopped_rank(
     runs: Runs, undisturbed: Callable[[], Path]
 ) -> None:
     """Disturb one run by one failure after the other."""
-    cluster, run = runs.cluster, runs.submit("killed")
+    cluster, run = runs.cluster, runs.submit("killed", "recovery.startup_seconds=200")
     run.wait_for_ranks(1)
     cluster.kill_controller()
     run.wait_for_step(1, 6)
@@ -107,7 +107,8 @@ def test_a_killed_controller_a_killed_node_and_a_stopped_rank(
     run.signal(1, signal.SIGSTOP)
     second = run.wait_for_end(2)
     assert second.outcome == "hung", second
-    assert "no progress for 20 s while training" in second.reason, second
+    # On a busy machine the signal may come while the ranks save, for which they have more time.
+    assert re.search("no progress for (20 s while training|200 s while saving)", second.reason)
     for rank in (0, 1):
         assert f"{rank}: Current thread" in run.said(2) or f"{rank}: Thread" in run.said(2)
 

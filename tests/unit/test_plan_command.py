@@ -162,11 +162,11 @@ def test_the_planned_run_is_written(tmp_path):
 
 
 def test_a_planned_run_of_phases_can_be_loaded(tmp_path):
-    """The run's own batch of 32 is divided among 8 ranks, as those of its phases are."""
+    """The run's own batch of 32 is divided among 4 ranks, as those of its phases are."""
     source, out = Path("configs/demo_staged.toml"), tmp_path / "planned.toml"
     plan_run(source, ["train.precision=bf16"], read_target(8, "h100"), out)
     found = load_config(out)
-    assert found.layout(8).data == 8 and found.batch.micro_batch_size == 4
+    assert found.layout(8).data == 4 and found.batch.micro_batch_size == 8
 
 
 @pytest.mark.parametrize("is_modern", [False, True])

@@ -237,14 +237,14 @@ def test_nothing_is_dropped_or_replaced_in_random_sets_of_records():
 def test_runs_that_differ_in_their_seed_alone_are_a_mean_with_its_range(tmp_path):
     values = {1: 20.0, 2: 22.0, 3: 24.2}
     records = [make_record(seed=seed, perplexity=p) for seed, p in values.items()]
-    other = make_record("rotary", perplexity=30.0)
+    other = make_record("rotary", perplexity=40.0)
     write_report(tmp_path / "curve.json", [*records, other])
     table = format_table([*records, other]).splitlines()
     # The geometric mean of 20, 22 and 24.2 is 22.
     assert cells(table[3]) == ["alibi, 3 seeds", *table[3].split()[3:5], "22.00 (20.00 to 24.20)"]
     assert cells(table[4])[0] == "rotary"
-    # Rotary's interval, 29.4 to 30.6, and that of all seeds, 19.6 to 24.7, are apart.
-    assert "2. rotary 30.00 +-0.61.\n" in (tmp_path / "report.md").read_text()
+    # 0.60 nats apart, and by Student's t the seeds' noise, 0.095 nats each, is 0.47.
+    assert "2. rotary 40.00 +-0.81.\n" in (tmp_path / "report.md").read_text()
 
 
 @pytest.mark.parametrize(
