@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.gpu_day import two_ranks
 from benchmarks.gpu_day.attention_correctness import WRONG_CODE
-from benchmarks.gpu_day.sizes import CUDA
+from benchmarks.gpu_day.sizes import CUDA, SEQUENCES
 
 PYTEST = ("pytest", "-p", "benchmarks.gpu_day.pytest_rows", "-p", "no:cacheprovider", "-q")
 STEP_SIZES = {"16k": 2**14, "65k": 2**16, "262k": 2**18}
@@ -55,6 +55,24 @@ def _step(size: str) -> list[Part]:
         part("train", "training", "how long does it take, and what MFU is that?", 70),
         part("split", "step_split", "which kernels does the time go to?", 60),
     ]
+
+
+FP8 = ("train.fp8=true",) if CUDA else ()
+TWICE = (
+    f"data.sequence_length={2048 if CUDA else 256}",
+    "evaluation.lengths=[2048]",
+    f"batch.micro_batch_size={SEQUENCES // 2}",
+    f"batch.global_batch_size={SEQUENCES}",
+)
+"""Twice the training length, with as many tokens a micro batch and, on a GPU, a step."""
+
+
+def _changed_step(name: str, question: str, *settings: str) -> Part:
+    """Return the part of a step of 16k tokens with other settings."""
+    name = f"train-16k-{name}"
+    words = [_module("training"), "--out", "OUT", "--part", name, "--tokens", str(2**14)]
+    words += [word for setting in settings for word in ("--set", setting)]
+    return Part(name, f"16k tokens a step, {question}: how long does it take?", 90, 240, (*words,))
 
 
 def _product(name: str, question: str, expected: int, seconds: int) -> Part:
@@ -115,6 +133,10 @@ PARTS = (
         (_module("attention_correctness"), "--out", "OUT"),
         complete_codes=(0, WRONG_CODE),
     ),
+    _changed_step("layers", "each layer compiled as one graph", "train.fusion=layers"),
+    _changed_step("fp8", "and products in 8 bits", "train.fusion=layers", *FP8),
+    _changed_step("sinusoidal", "sinusoidal positions", "position.method=sinusoidal"),
+    _changed_step("2L", "sinusoidal positions at 2 L", "position.method=sinusoidal", *TWICE),
     Part(
         "attention-speed",
         "How fast is every attention kernel?",

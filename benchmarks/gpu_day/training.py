@@ -36,13 +36,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--part", required=True)
     parser.add_argument("--tokens", type=int, required=True, help="Tokens a step.")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     arguments = parser.parse_args()
     rows = Rows(arguments.out, arguments.part)
-    config = run_config(arguments.tokens)
+    config = run_config(arguments.tokens, *arguments.set)
     step = predicted(config)
     count = 3 if step is None else max(10, min(40, round(1e3 * SECONDS / step.milliseconds)))
     measured = bench_training(config, count)
     row: Row = {
+        "settings": " ".join(arguments.set),
         "tokens": config.tokens_per_step,
         "micro batches": config.tokens_per_step
         // (config.batch.micro_batch_size * config.data.sequence_length),
