@@ -150,7 +150,7 @@ def test_the_planned_run_is_written(tmp_path):
         loaded = load_config(out)
         assert loaded == best.config and loaded.layout(gpus) == best.layout
     link.symlink_to(tmp_path / "nothing")
-    shape = ["hidden_size=262144", "num_attention_heads=2048", "num_layers=8"]
+    shape = ["hidden_size=65536", "num_attention_heads=512", "num_layers=8"]
     huge = ["train.precision=bf16", *(f"model.{key}" for key in shape)]
     assert "No layout fits. The nearest miss:" in plan_run(source, huge, target)
     with pytest.raises(ConfigError, match="no layout fits into 80"):
