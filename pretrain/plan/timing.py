@@ -194,12 +194,7 @@ A100 = replace(
 # ms of products, 142 us of attention forward and 413 us backward in a layer. The products include
 # the sums of gradients. An H200 has the same multiprocessors.
 H100, H200 = (
-    replace(
-        each,
-        gemm_fraction=0.80,
-        attention_tflops=(241.0, 208.0),
-        fitted=each,
-    )
+    replace(each, gemm_fraction=0.80, attention_tflops=(241.0, 208.0), fitted=each)
     for each in (_H100, _H200)
 )
 GPU_TYPES = {"v100-32": V100, "a100-80": A100, "h100": H100, "h200": H200}
