@@ -599,23 +599,26 @@ def t5_holds_for_500_tokens() -> None:
     """
 
 
-@claim(Gap.below, 1.0, in_order("alibi", "t5", "rotary", "sinusoidal"))
+@claim(Gap.below, 0.9, in_order("alibi", "t5", "rotary", "sinusoidal"))
 def order_of_extrapolation() -> None:
     """At the longest length from 4 L to 16 L at which all were evaluated, ALiBi has the lowest
-    perplexity, then the T5 bias, then rotary and then sinusoidal positions, all trained at L. No
-    two of them are surely in another order there or at a longer length up to 16 L.
+    perplexity, then the T5 bias, then rotary and then sinusoidal positions, all trained at L, each
+    at least 10 % below the next. No two of them are surely that far apart in another order there or
+    at a longer length up to 16 L.
 
     Source: Figure 1; tables 2 to 4 (wikitext103.extrapolation_nonoverlapping). Tables 13 to 15 have
     no rotary positions
+
+    Threshold: The smallest published lead there is 10.2 % (17.15 against 19.10 of T5, L = 3072).
     """
 
 
-@claim(Gap.below, 1.0, in_order("alibi", TRAINED_SLOPES))
-def trained_slopes_extrapolate_worse() -> None:
-    """At the longest length from 4 L to 16 L, ALiBi with fixed slopes has a lower perplexity than
-    with trained slopes.
+@claim(Gap.at_least, 1.0, at_multiples(TRAINED_SLOPES, FARTHEST, 1, NONOVERLAPPING))
+def trained_slopes_do_not_extrapolate() -> None:
+    """With trained slopes, ALiBi has at least the perplexity at 16 L that it has at L
+    (nonoverlapping).
 
-    Source: Section 3, on trainable slopes; no table
+    Source: Section 3, "did not yield strong extrapolation results"; no table
     """
 
 

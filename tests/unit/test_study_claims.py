@@ -97,7 +97,7 @@ BROKEN = {
     "alibi_of_a_sixth_beats_sinusoidal": where(1.02, "alibi", (64,), "nonoverlapping", 2),
     "sinusoidal_gains_for_50_tokens": where(0.4, "sinusoidal", (64,), "nonoverlapping", 3),
     "rotary_gains_for_200_tokens": where(0.5, "rotary", (64,), "nonoverlapping", 8),
-    "t5_gains_for_800_tokens": where(0.9, "t5", (64,), "nonoverlapping", 1024),
+    "t5_gains_for_800_tokens": where(0.8, "t5", (64,), "nonoverlapping", 1024),
     "sinusoidal_degrades_at_once": where(1.04 / 1.5, "sinusoidal", lengths=2),
     "rotary_holds_for_100_tokens": where(1.2, "rotary", lengths=lambda n, L: L < n <= L + 128),
     "rotary_degrades": lambda method, trained, protocol, length: (
@@ -106,7 +106,7 @@ BROKEN = {
     ),
     "t5_holds_for_500_tokens": where(1.2, "t5", lengths=lambda n, L: L < n <= L + 512),
     "order_of_extrapolation": where(10, "t5", lengths=16),
-    "trained_slopes_extrapolate_worse": where(0.5, "alibi_trained_slopes", lengths=16),
+    "trained_slopes_do_not_extrapolate": where(0.5, "alibi_trained_slopes", lengths=16),
 }
 
 
@@ -115,8 +115,10 @@ ALSO = {
     "alibi_no_worse_than_sinusoidal_at_L": {"alibi_beats_sinusoidal_at_L"},
     "alibi_at_2L_matches_sinusoidal_trained_at_2L": OF_2L,
     **dict.fromkeys(OF_2L, OF_2L),
+    "alibi_beats_t5_at_L": {"t5_holds_for_500_tokens"},
+    "rotary_degrades": {"order_of_extrapolation"},
 }
-"""What else a broken curve fails: the stricter claims; the longest L here is twice the other."""
+"""What else a broken curve fails; the longest L here is twice the other."""
 
 
 @pytest.mark.parametrize("name", OF_CURVES)
@@ -326,7 +328,7 @@ def test_the_methods_of_an_order_are_compared_at_one_length(at):
 
     def ahead(record):
         is_ahead = record["method"] == "t5" and record["length"] == at * record["train_length"]
-        lower = {k: record[k] - 0.1 for k in ("loss_nats", "loss_low", "loss_high")}
+        lower = {k: record[k] - 0.4 for k in ("loss_nats", "loss_low", "loss_high")}
         return record | lower if is_ahead else record
 
     assert verdicts(list(map(ahead, cut)))["order_of_extrapolation"] == Verdict.FAILS
@@ -360,8 +362,7 @@ def test_values_without_intervals_are_not_judged():
 # ---- what was not measured -----------------------------------------------------------------------
 ORDER = "order_of_extrapolation"
 NEEDED = {m: [name for name in OF_CURVES if m in name] + [ORDER] for m in METHODS}
-NEEDED["alibi_trained_slopes"] = ["trained_slopes_extrapolate_worse"]
-NEEDED["alibi"] += NEEDED["alibi_trained_slopes"]
+NEEDED["alibi_trained_slopes"] = ["trained_slopes_do_not_extrapolate"]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -492,11 +493,11 @@ def test_thresholds_quote_the_published_numbers():
     for claim in CLAIMS:
         for percent, high, low in re.findall(quoted, claim.threshold_source):
             assert {float(high), float(low)} <= values, claim.id
-            assert f"{100 * (float(high) / float(low) - 1):.1f}" == percent, claim.id
+            assert f"{100 * abs(float(high) / float(low) - 1):.1f}" == percent, claim.id
             # It is the largest, so that every published number passes.
-            assert float(percent) / 100 < claim.threshold - 1
+            assert float(high) / float(low) < claim.threshold
             seen += 1
-    assert seen == 5
+    assert seen == 6
 
 
 def test_a_ratio_on_the_threshold_meets_it_from_both_sides():
