@@ -183,6 +183,15 @@ def uncompiled(task: Callable[..., Any], *args: Any) -> Any:
         return task(*args)
 
 
+def traced(task: Callable[..., Any], *args: Any) -> Any:
+    """Run a task whose graphs and their gradients are traced, but executed by torch's operators.
+
+    Inductor's C++ takes most of the time of a compilation.
+    """
+    with torch.compiler.set_stance("default", force_backend="aot_eager"):
+        return task(*args)
+
+
 def full_tensors(optimizer: Any, kind: str) -> dict[str, Tensor]:
     """Return the optimizer's state by global name, assembled from the fragments of every rank.
 

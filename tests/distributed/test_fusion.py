@@ -161,7 +161,7 @@ def test_compiled_layers_are_one_graph_with_the_gradients_of_the_dense_reference
     state, tokens, _, loss, gradients = expected_gradients(variant, 8)
     config = variant_config(variant, 8, parallel)
     config = fused(config, fusion="layers", recompute_granularity=recomputed)
-    results = pools(processes).run(gradients_of_compiled_layers, config, state, tokens)
+    results = pools(processes).run(tasks.traced, gradients_of_compiled_layers, config, state, tokens)
     actual = results[0][0]
     assert actual["loss"] == pytest.approx(loss, rel=1e-6)
     assert_close_by_name(actual["gradients"], gradients, **TOLERANCE)
@@ -176,7 +176,7 @@ def test_attention_keeps_nothing_of_forward_passes_without_a_backward_pass(pools
     """
     state, tokens, *_ = expected_gradients("alibi", 8)
     config = fused(variant_config("alibi", 8, {}), fusion="layers")
-    assert pools(1).run(graphs_kept_by_forward_passes, config, state, tokens)[0] == {
+    assert pools(1).run(tasks.traced, graphs_kept_by_forward_passes, config, state, tokens)[0] == {
         "training, with gradients": (4, 0),
         "training, without": (0, 0),
         "evaluation, with gradients": (0, 0),
@@ -223,16 +223,15 @@ def test_a_model_trains_with_products_of_8_bits_and_scores_without(pools):
     state, batches, losses, *_ = expected_steps("alibi")
     # What was compiled for one kind of product is not taken for the other.
     plain = tiny_config(train={"fusion": "layers"})
-    pools(1).run(tasks.train_steps, plain, state, batches[:1])
+    pools(1).run(tasks.traced, tasks.train_steps, plain, state, batches[:1])
     config = tiny_config(train={"fusion": "layers", "fp8": True})
-    actual = pools(1).run(tasks.train_steps, config, state, batches[:4])[0]["losses"]
+    actual = pools(1).run(tasks.traced, tasks.train_steps, config, state, batches[:4])[0]["losses"]
     assert actual == pytest.approx(losses[:4], rel=0.02)
     assert actual != pytest.approx(losses[:4], rel=1e-5)
     state, tokens, _, loss, _ = expected_gradients("alibi", 8)
     config = fused(variant_config("alibi", 8, {}), fusion="layers", fp8=True)
-    actual, graphs, (breaks, _) = pools(1).run(gradients_of_compiled_layers, config, state, tokens)[
-        0
-    ]
+    task = tasks.traced, gradients_of_compiled_layers
+    actual, graphs, (breaks, _) = pools(1).run(*task, config, state, tokens)[0]
     assert (graphs, breaks) == (4, {})
     assert actual["loss"] != pytest.approx(loss, rel=1e-5)
     assert pools(1).run(evaluated_loss, config, state, tokens)[0] == pytest.approx(loss, rel=1e-6)
