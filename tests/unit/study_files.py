@@ -42,7 +42,7 @@ def published_shape(method, trained, protocol, length):
         "alibi": 0.93 if multiple == 3 else 0.94 if multiple >= 2 else 1.0,
         "sinusoidal": 1.5 * (multiple / 2) ** 0.8 if multiple > 1 else 1.0,
         "rotary": 1.0 if beyond <= 128 else 1 + beyond / 500,
-        "t5": 1.0 if beyond == 0 else 1.045 if beyond <= 512 else 1.2,
+        "t5": 1.0 if beyond == 0 else 0.98 if beyond <= 512 else 1.2,
         "alibi_trained_slopes": 1 + multiple / 20 if multiple >= 2 else 1.0,
     }[method]
     if protocol == "sliding":
