@@ -124,8 +124,6 @@ def _work(pipe: Connection, rank: int, world_size: int, folder: str, cuda: bool)
     """
     warnings.simplefilter("ignore")
     os.environ |= {
-        # Without processes of its own, each of which would import torch.
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_RANK": str(rank),
