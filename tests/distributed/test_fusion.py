@@ -161,7 +161,9 @@ def test_compiled_layers_are_one_graph_with_the_gradients_of_the_dense_reference
     state, tokens, _, loss, gradients = expected_gradients(variant, 8)
     config = variant_config(variant, 8, parallel)
     config = fused(config, fusion="layers", recompute_granularity=recomputed)
-    results = pools(processes).run(tasks.traced, gradients_of_compiled_layers, config, state, tokens)
+    results = pools(processes).run(
+        tasks.traced, gradients_of_compiled_layers, config, state, tokens
+    )
     actual = results[0][0]
     assert actual["loss"] == pytest.approx(loss, rel=1e-6)
     assert_close_by_name(actual["gradients"], gradients, **TOLERANCE)
