@@ -286,8 +286,9 @@ def _add_perplexity(page: Page, results: Results) -> None:
     if lines:
         caption = (
             "Perplexity as a ratio to that at the training length, by length in training lengths, "
-            "with the range in which noise puts it; beside it the same of the published numbers. "
-            f"Lines are cut off at {RATIO_TOP:g}: the tables have the values."
+            "with the range in which noise puts it; beside it the same of the published numbers, "
+            "of each method at its training length nearest to L. Lines are cut off at "
+            f"{RATIO_TOP:g}: the tables have the values."
         )
         page.show("figures/ratio", caption, lines, frame)
     if not model:
@@ -477,7 +478,10 @@ def _growth(results: Results) -> tuple[str, list[Line], Frame] | None:
                 lines.append(Line(panel, method, xs, list(values.values()), len(runs) > 1))
     if not lines:
         return None
-    caption = "Validation perplexity over training, at the training length L."
+    caption = (
+        "Validation perplexity over training, at the training length L, of the tokens that a run "
+        "scores while it trains (evaluation.max_tokens of its config)."
+    )
     if multiple > 1:
         caption += (
             f" It is also shown at {relative_length(multiple)}, the longest multiple of L at which "
