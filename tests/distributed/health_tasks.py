@@ -136,7 +136,10 @@ def train_flipped(config: RunConfig, flips: list[Flip]) -> dict[str, Any]:
                 flip(tensor, each.bit, tensor.numel() // 2)
 
         if each.what == "gradient":
-            return named.parameter.register_post_accumulate_grad_hook(lambda p: once(_sums(p)))
+            # Gradients are added up elsewhere at stage 1.
+            return named.parameter.register_post_accumulate_grad_hook(
+                lambda p: once(getattr(p, "main_grad", p.grad))
+            )
 
         def damage(module: Any, inputs: Any, output: Any) -> Any:
             if done or not torch.is_grad_enabled():
@@ -179,11 +182,6 @@ def train_flipped(config: RunConfig, flips: list[Flip]) -> dict[str, Any]:
         patch.object(platform, "HostCopy", Copy),
     ):
         return {**outcome(config), "flips": count}
-
-
-def _sums(parameter: Any) -> Tensor:
-    """Return where a parameter's gradient is added up, or the gradient itself at stages 2 and 3."""
-    return getattr(parameter, "main_grad", parameter.grad)
 
 
 @contextlib.contextmanager
@@ -236,12 +234,10 @@ def train_damaged(
         if tensor is None:
             return
         damaged = True
-        element = tensor.view(-1)[:1]
         if value is None:
-            bits = element.view({2: torch.int16, 4: torch.int32}[element.element_size()])
-            bits.bitwise_xor_(1)
+            flip(tensor, 16 if tensor.element_size() == 2 else 0)
         else:
-            element.fill_(value)
+            tensor.view(-1)[0] = value
 
     with after_step(step, damage):
         found = outcome(config)
@@ -325,11 +321,6 @@ def train_scaled(
         patch.object(loop, "forward_backward", scaled),
     ):
         return outcome(config)
-
-
-def train_unsound(config: RunConfig, step: int, noise: float = 0.0) -> dict[str, Any]:
-    """Train a run whose gradients are not finite in a step, whenever it is taken."""
-    return train_scaled(config, step, float("nan"), noise)
 
 
 def check_every_step(config: RunConfig, steps: list[Tensor]) -> int:

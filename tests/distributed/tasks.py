@@ -49,9 +49,8 @@ def gradients(config: RunConfig, state: dict[str, Tensor], tokens: Tensor) -> di
     finalize_gradients(chunks)
     loss = average_loss(losses, topology)
     full = _assemble(chunks, gradient, average_over=topology.layout.replicas)
-    gathered: list[Any] = [None] * topology.layout.world_size
     place = topology.data_rank, topology.context_rank, topology.tensor_rank
-    dist.all_gather_object(gathered, (*place, local_logits))
+    gathered = _gathered((*place, local_logits))
     if not topology.is_main:
         return None
     # Tensor ranks hold slices of the vocabulary, context ranks parts of the sequences, data ranks
@@ -143,8 +142,7 @@ def activation_masks(config: RunConfig, steps: int) -> list[list[Tensor]] | None
         with get_cuda_rng_tracker().fork():
             for _ in range(config.model.num_layers):
                 own.append(torch.nn.functional.dropout(torch.ones(shape), p).transpose(0, 1))
-    gathered: list[Any] = [None] * topology.layout.world_size
-    dist.all_gather_object(gathered, (topology.data_rank, topology.tensor_rank, own))
+    gathered = _gathered((topology.data_rank, topology.tensor_rank, own))
     if not topology.is_main:
         return None
     # Tensor ranks hold slices of the channels, data ranks hold rows of the batch.
@@ -195,15 +193,16 @@ def traced(task: Callable[..., Any], *args: Any) -> Any:
 def full_tensors(optimizer: Any, kind: str) -> dict[str, Tensor]:
     """Return the optimizer's state by global name, assembled from the fragments of every rank.
 
+    Only rank 0 returns any.
+
     Args:
         optimizer: The optimizer.
         kind: "master", "exp_avg" or "exp_avg_sq".
     """
     fragments = optimizer.state().fragments
     mine = [(f.named, f.start, f.tensors[kind].clone()) for f in fragments]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(
-        gathered, [(n.name, n.shape, n.global_shape, n.parts, start, t) for n, start, t in mine]
+    gathered = _gathered(
+        [(n.name, n.shape, n.global_shape, n.parts, start, t) for n, start, t in mine]
     )
     full: dict[str, Tensor] = {}
     for name, shape, global_shape, parts, start, flat in (
@@ -216,6 +215,13 @@ def full_tensors(optimizer: Any, kind: str) -> dict[str, Tensor]:
         for target, part in _boxes(whole, parts, local):
             target.copy_(torch.where(part.isnan(), target, part))
     return full
+
+
+def _gathered(mine: Any) -> list[Any]:
+    """Return what each rank gives, in the order of ranks, on rank 0, and nothing elsewhere."""
+    gathered: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
+    dist.gather_object(mine, gathered or None)
+    return gathered
 
 
 def _boxes(whole: Tensor, parts: Any, local: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -278,6 +284,8 @@ def _logits(config: RunConfig, chunks: list[Any], batches: list[Tensor]) -> Tens
 def _assemble(chunks: list[Any], value: Any, average_over: int) -> dict[str, Tensor]:
     """Return full tensors by global name, and check that copies of a parameter agree.
 
+    Only rank 0 returns any.
+
     Args:
         chunks: This rank's model chunks.
         value: Function from a parameter to the tensor to assemble, such as its gradient.
@@ -292,8 +300,7 @@ def _assemble(chunks: list[Any], value: Any, average_over: int) -> dict[str, Ten
         tensor = value(named.parameter).detach().clone()
         dist.all_reduce(tensor, group=group)
         mine.append((named.name, named.global_shape, named.parts, tensor / average_over))
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
+    gathered = _gathered(mine)
     full: dict[str, Tensor] = {}
     for name, global_shape, parts, tensor in (item for part in gathered for item in part):
         whole = full.setdefault(name, torch.full(global_shape, float("nan")))

@@ -22,7 +22,11 @@ from pretrain.optim.optimizers import learning_rate
 from tests.conftest import ALL_LAYOUTS, tiny_config
 from tests.distributed import tasks
 from tests.distributed.test_optimizer import LOSS, NORM, UNIT, WEIGHT
-from tests.distributed.test_parallel_equals_dense import TOLERANCE, assert_close_by_name
+from tests.distributed.test_parallel_equals_dense import (
+    TOLERANCE,
+    assert_close_by_name,
+    expected_of,
+)
 from tests.reference.dense_gpt import DenseGPT, random_state, train_dense
 
 CUTOFFS = (64, 192)
@@ -32,7 +36,8 @@ LAYOUTS = {name: ALL_LAYOUTS[name] for name in ("one", "dp2", "zero2-cp2", "zero
 def adaptive_config(parallel=None, *, tied=True, **sections):
     model = {"adaptive_cutoffs": CUTOFFS, "tie_word_embeddings": tied, "num_layers": 2}
     model |= sections.pop("model", {})
-    return tiny_config(model=model, parallel=parallel or {}, **sections)
+    batch = {"micro_batch_size": 4}
+    return tiny_config(model=model, parallel=parallel or {}, batch=batch, **sections)
 
 
 def oracle(config):
@@ -85,14 +90,7 @@ def test_losses_and_gradients_are_those_of_torchs_adaptive_softmax(pools):
 
 @functools.cache
 def _expected(tied):
-    config = adaptive_config(tied=tied)
-    state = random_state(config, seed=3)
-    tokens = torch.randint(0, 512, (8, 33), generator=torch.Generator().manual_seed(5))
-    model = DenseGPT(config).load_global_state(state)
-    logits, loss = model(tokens[:, :-1]), model.loss(tokens)
-    loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    return state, tokens, logits.detach(), float(loss), gradients
+    return expected_of(adaptive_config(tied=tied))
 
 
 # Each pair of a layout, an output layer and a way to compute.

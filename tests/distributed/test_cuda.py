@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from pretrain import platform
-from tests.conftest import tiny_config
 from tests.distributed import tasks
 from tests.distributed.pool import Pool
 from tests.distributed.test_adaptive import _expected as expected_of_adaptive
 from tests.distributed.test_adaptive import adaptive_config
-from tests.distributed.test_optimizer import LOSS, NORM, _expected
+from tests.distributed.test_optimizer import LOSS, NORM, _config, _expected
 from tests.distributed.test_parallel_equals_dense import VARIANTS, variant_config
 from tests.distributed.test_parallel_equals_dense import _expected as expected_of_variant
 
@@ -67,22 +66,21 @@ def test_an_adaptive_softmax_equals_the_dense_reference_on_the_cpu(gpu, tied, fu
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_twenty_steps_on_the_gpu_equal_adamw_on_the_cpu(gpu, stage):
-    state, batches, losses, norms, _ = _expected("alibi")
-    actual = gpu.run(
-        tasks.train_steps, tiny_config(parallel={"zero_stage": stage}), state, batches
-    )[0]
+def test_steps_on_the_gpu_equal_adamw_on_the_cpu(gpu, stage):
+    state, batches, losses, norms, _ = _expected()
+    config = _config(parallel={"zero_stage": stage})
+    actual = gpu.run(tasks.train_steps, config, state, batches)[0]
     assert actual["losses"] == pytest.approx(losses, rel=10 * LOSS["rel"])
     assert actual["norms"] == pytest.approx(norms, rel=10 * NORM["rel"])
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_follows_fp32(gpu, precision):
-    """The losses of twenty steps stay within 2 % of fp32's.
+    """The losses stay within 2 % of fp32's.
 
     Weights and activations are rounded to 8 bits (bf16) or 11 bits (fp16).
     """
-    state, batches, losses, *_ = _expected("alibi")
-    config = tiny_config(train={"precision": precision}, optimizer={"initial_loss_scale_power": 12})
+    state, batches, losses, *_ = _expected()
+    config = _config(train={"precision": precision}, optimizer={"initial_loss_scale_power": 12})
     actual = gpu.run(tasks.train_steps, config, state, batches)[0]
     assert actual["losses"] == pytest.approx(losses, rel=2e-2)

@@ -76,7 +76,6 @@ def alone(variant: str) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
     return state, losses.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-METHODS = ["alibi", "alibi-trainable", "sinusoidal", "rotary", "t5", "learned", "none"]
 # Where the heads of a method differ, on two ranks; else they are alike, and one rank has them.
 CASES = [(method, "tp2") for method in ("alibi", "alibi-trainable", "t5")]
 CASES += [(method, "one") for method in ("sinusoidal", "rotary", "learned", "none")]
@@ -108,7 +107,8 @@ def test_the_triton_kernel_parts_documents_in_the_model(pools):
     assert_as_alone(pools(1), "alibi-small", config)
 
 
-@pytest.mark.parametrize("variant", METHODS)
+# By distance and by place; how else methods differ is no matter of the samples.
+@pytest.mark.parametrize("variant", ["alibi", "sinusoidal"])
 def test_the_comparison_would_notice_samples_as_one_text(pools, variant):
     """Without the key, losses differ by far more than the tolerance after the first document."""
     state, losses, _ = alone(variant)

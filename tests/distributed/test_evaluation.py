@@ -33,17 +33,18 @@ def _config(data, parallel=None):
     )
 
 
-@functools.cache
-def _token_losses(data, length: int) -> np.ndarray:
-    """Score each token alone, with a full window of context before it.
-
-    The stream starts after an end-of-document token.
-    """
+def _dense(data) -> tuple[DenseGPT, torch.Tensor]:
+    """Return the reference and the stream, which starts after an end-of-document token."""
     config = _config(data)
     model = DenseGPT(config).load_global_state(random_state(config, seed=3))
-    stream = torch.from_numpy(
-        np.concatenate([[2], TokenStream(data / "validation").read(0, TOKENS)])
-    )
+    ids = TokenStream(data / "validation").read(0, TOKENS)
+    return model, torch.from_numpy(np.append(2, ids))
+
+
+@functools.cache
+def _token_losses(data, length: int) -> np.ndarray:
+    """Score each token alone, with a full window of context before it."""
+    model, stream = _dense(data)
     losses = []
     with torch.no_grad():
         for t in range(TOKENS):
@@ -69,11 +70,7 @@ def test_stride_one_scores_each_token_alone_with_its_full_window(pools, tiny_dat
 def test_nonoverlapping_by_position_against_dense(pools, tiny_data):
     """Pieces of 32 tokens predicted from scratch, the last one of 300 - 9 x 32 = 12."""
     result = _evaluate(pools, tiny_data, "one", [Protocol("nonoverlapping", LENGTH, LENGTH)])[0][0]
-    config = _config(tiny_data)
-    model = DenseGPT(config).load_global_state(random_state(config, seed=3))
-    stream = torch.from_numpy(
-        np.concatenate([[2], TokenStream(tiny_data / "validation").read(0, TOKENS)])
-    )
+    model, stream = _dense(tiny_data)
     by_position = [[] for _ in range(LENGTH)]
     with torch.no_grad():
         for piece in range(0, TOKENS, LENGTH):

@@ -27,6 +27,7 @@ def _config(directory, data, parallel, **train):
         data={"directory": str(data)},
         model={"num_layers": 2},
         parallel=parallel,
+        batch={"micro_batch_size": 4},
         train={"num_steps": 5, **train},
         checkpoint={"interval_steps": 3},
         evaluation={"interval_steps": 100, "lengths": [32], "max_tokens": 512},
@@ -154,7 +155,7 @@ def test_ranks_that_are_in_order_are_left_alone(pools, layout, precision, method
         # Two stages of two chunks have a layer in each.
         model={"num_layers": 4 if "vpp" in layout else 2, "hidden_dropout": 0.1},
         train={"precision": precision},
-        batch={"micro_batch_size": 1},
+        batch={"micro_batch_size": 2},
     )
     steps = list(torch.randint(0, 500, (2, 8, 33), generator=torch.Generator().manual_seed(5)))
     compared = pools(processes).run(tasks.check_every_step, config, steps)

@@ -68,6 +68,7 @@ def test_its_state_is_saved_and_resumed_in_another_layout(pools, tiny_data, tmp_
             data={"directory": str(tiny_data)},
             model={"num_layers": 2},
             parallel=parallel,
+            batch={"micro_batch_size": 4},
             optimizer=LION,
         )
 

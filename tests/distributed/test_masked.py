@@ -30,9 +30,15 @@ VARIANTS["windowed"] = {"window": 7}
 
 
 def masked_config(method: str, parallel: dict[str, Any], **sections: Any) -> RunConfig:
-    position = {"method": method.partition("-")[0], **VARIANTS[method]}
-    train = {"objective": "masked", **sections.pop("train", {})}
-    return tiny_config(position=position, parallel=parallel, train=train, **sections)
+    # A layer of each kind, and one in each of two chunks of two stages.
+    layers = 4 if method == "hybrid" or "virtual_pipeline_model_parallel_size" in parallel else 2
+    return tiny_config(
+        position={"method": method.partition("-")[0], **VARIANTS[method]},
+        parallel=parallel,
+        model={"num_layers": layers},
+        train={"objective": "masked"},
+        **{"batch": {"micro_batch_size": 4}, **sections},
+    )
 
 
 # What differs with the objective is the bias of a rank's heads.
@@ -98,37 +104,23 @@ def test_evaluation_scores_the_same_masked_tokens_at_every_length(pools, tiny_da
         assert result.block_tokens.sum() == 45
 
 
-def test_zero_trains_as_one_process_does(pools, tiny_data, tmp_path):
+def test_zero_and_a_restart_on_another_layout_go_on_with_the_same_masks(pools, tiny_data, tmp_path):
     """Samples of two ranks, gathered in other micro batches, have the masks that they had."""
 
-    def run(processes: int, **parallel: int) -> list[float]:
+    def losses(name: str, processes: int, until: int, **parallel: int) -> list[float]:
         config = masked_config(
             "alibi",
             parallel,
             data={"directory": str(tiny_data)},
-            run={"directory": str(tmp_path / f"{processes}")},
-            batch={"micro_batch_size": 2 // processes * 2},
-        )
-        return pools(processes).run(tasks.continue_run, config, "none", 2)[0]["losses"]
-
-    assert run(2, zero_stage=3) == pytest.approx(run(1), rel=2e-6)
-
-
-def test_a_restart_on_another_layout_goes_on_with_the_same_masks(pools, tiny_data, tmp_path):
-    def config(name: str, **parallel: int) -> RunConfig:
-        return masked_config(
-            "alibi",
-            parallel,
-            data={"directory": str(tiny_data)},
             run={"directory": str(tmp_path / name)},
+            batch={"micro_batch_size": 4 // processes},
         )
+        return pools(processes).run(tasks.continue_run, config, "auto", until)[0]["losses"]
 
-    whole = pools(1).run(tasks.continue_run, config("whole"), "none", 4)[0]
-    pools(2).run(tasks.continue_run, config("parts"), "none", 2)
-    layout = {"pipeline_model_parallel_size": 2}
-    rest = pools(2).run(tasks.continue_run, config("parts", **layout), "auto", 4)[0]
-    assert rest["began"] == 2
-    assert rest["losses"] == pytest.approx(whole["losses"][2:], rel=1e-5)
+    whole = losses("whole", 1, 4)
+    assert losses("parts", 2, 2, zero_stage=3) == pytest.approx(whole[:2], rel=2e-6)
+    rest = losses("parts", 2, 4, pipeline_model_parallel_size=2)
+    assert rest == pytest.approx(whole[2:], rel=1e-5)
 
 
 # ---- tasks of the ranks --------------------------------------------------------------------------

@@ -79,15 +79,17 @@ CORE = {
 }
 
 
-def _config(method: str, layers: int, parallel: dict[str, Any]) -> RunConfig:
-    sections = METHODS[method]
-    model = {"num_layers": layers, **sections.get("model", {})}
-    return tiny_config(parallel=parallel, **{**sections, "model": model})
+def _config(
+    method: str = "alibi", layers: int = 2, parallel: dict[str, Any] | None = None, **more: Any
+) -> RunConfig:
+    sections = {**METHODS[method], **more}
+    model = {"num_layers": layers, **sections.pop("model", {})}
+    return tiny_config(parallel=parallel or {}, model=model, **sections)
 
 
 @functools.cache
-def _expected(method: str, layers: int = 4):
-    config = _config(method, layers, {})
+def _expected(method: str = "alibi", layers: int = 2):
+    config = _config(method, layers)
     state = random_state(config, seed=11)
     batches = learnable_batches(STEPS)
     rates = [learning_rate(config, step) for step in range(STEPS)]
@@ -112,13 +114,12 @@ def test_steps_equal_adamw(pools, method, layout):
 def test_recomputing_replays_the_same_dropout(pools):
     """Recomputed activations give the same bits, so the same dropout masks were drawn again."""
     processes, parallel = ALL_LAYOUTS["tp2sp"]
-    state, batches, losses, *_ = _expected("alibi")
+    state, batches, losses, *_ = _expected()
     dropout = {"hidden_dropout": 0.2, "attention_dropout": 0.2, "activation_dropout": 0.2}
     results = {}
     for granularity in ("none", "selective", "full"):
-        config = tiny_config(
-            parallel=parallel, model=dropout, train={"recompute_granularity": granularity}
-        )
+        train = {"recompute_granularity": granularity}
+        config = _config(parallel=parallel, model=dropout, train=train)
         found, *_ = pools(processes).run(tasks.train_steps, config, state, batches[:2])
         results[granularity] = found["losses"]
     assert results["none"] == results["selective"] == results["full"]
@@ -132,10 +133,10 @@ def test_fp16_scales_its_loss(pools):
     has been halved often enough, and those steps must leave the weights alone.
     """
     processes, parallel = LAYOUTS["pp2"]
-    state, batches, losses, *_ = _expected("alibi")
+    state, batches, losses, *_ = _expected()
 
     def run(power: int, num_steps: int = STEPS):
-        config = tiny_config(
+        config = _config(
             parallel=parallel,
             train={"precision": "fp16"},
             optimizer={"initial_loss_scale_power": power},
@@ -156,7 +157,7 @@ UNIT = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 
 @pytest.mark.parametrize(
     ("layout", "wire"),
-    [("single", "fp32"), ("dp4", "fp32"), ("pp2dp2", "fp32"), ("tp2dp2", "bf16")],
+    [("single", "fp32"), ("dp4", "fp32"), ("pp2dp2", "fp32"), ("tp2dp2", "bf16"), ("dp4", "fp16")],
 )
 def test_gradients_are_summed_over_ranks_in_fp32(pools, layout, wire):
     """The gradients of micro batches are added in fp32, and reducing them must keep that.
@@ -165,31 +166,33 @@ def test_gradients_are_summed_over_ranks_in_fp32(pools, layout, wire):
     n * 2^-24 times the sum of their magnitudes. Nothing is sent, nor rounded, on a single rank.
     """
     processes, parallel = REDUCTION_LAYOUTS[layout]
-    config = tiny_config(
-        train={"precision": "bf16"},
+    config = _config(
+        train={"precision": "fp16" if wire == "fp16" else "bf16"},
         parallel={**parallel, "gradient_reduce_dtype": wire},
         batch={"micro_batch_size": 1, "global_batch_size": 8},
+        optimizer={"initial_loss_scale_power": 12},
     )
-    state, batches, *_ = _expected("alibi")
-    ranks = pools(processes).run(tasks.reduce_gradients, config, state, batches[0])
+    state, batches, *_ = _expected()
+    task = [tasks.in_fp16_on_cpu] * (wire == "fp16") + [tasks.reduce_gradients]
+    ranks = pools(processes).run(*task, config, state, batches[0])
     rounding = 0.0 if wire == "fp32" else UNIT[wire]
     bound = 0.0 if processes == 1 else rounding + processes * UNIT["fp32"]
     for part in (part for rank in ranks for part in rank):
         assert part["error"] <= bound * part["terms"], part
     assert sum(part["sum"] for rank in ranks for part in rank) > 0
-    if bound > 1e-3:
+    if wire != "fp32":
         # What travels is really rounded: the option has an effect.
         assert max(part["error"] for rank in ranks for part in rank) > 0
 
 
 def test_between_nodes_gradients_travel_in_two_stages(pools):
     """On two nodes of two ranks, a node's gradients are added up in fp32 before they leave it."""
-    config = tiny_config(
+    config = _config(
         train={"precision": "bf16"},
         parallel={"gradient_reduce_dtype": "bf16"},
         batch={"micro_batch_size": 1, "global_batch_size": 8},
     )
-    state, batches, *_ = _expected("alibi")
+    state, batches, *_ = _expected()
     arguments = tasks.reduce_gradients_on_two_nodes, config, state, batches[0]
     ranks = pools(4).run(*arguments)
     # The groups can be made again, as by a program that trains two models.
@@ -233,10 +236,7 @@ def test_nodes_are_used_where_they_hold_consecutive_ranks(pools):
     assert found == [list(expected.values())] * 4
 
 
-@pytest.mark.parametrize(
-    ("stage", "precision"),
-    [(2, "fp16"), (3, "bf16")],
-)
+@pytest.mark.parametrize(("stage", "precision"), [(2, "fp16"), (3, "bf16")])
 def test_every_zero_stage_adds_up_in_fp32(pools, stage, precision):
     """DeepSpeed's reductions at stages 2 and 3 keep what those of stage 1 keep (tested above).
 
@@ -245,33 +245,18 @@ def test_every_zero_stage_adds_up_in_fp32(pools, stage, precision):
     task = [tasks.in_fp16_on_cpu] * (precision == "fp16") + [tasks.gradients_seen_by_adam]
 
     def gradients(zero_stage: int):
-        config = tiny_config(
+        config = _config(
             train={"precision": precision},
             parallel={"zero_stage": zero_stage},
             batch={"micro_batch_size": 1, "global_batch_size": 8},
             optimizer={"clip_grad": 0.0, "initial_loss_scale_power": 12},
         )
-        state, batches, *_ = _expected("alibi")
+        state, batches, *_ = _expected()
         return pools(4).run(*task, config, state, batches[0])[0]
 
     expected, actual = gradients(1), gradients(stage)
     for name, value in expected.items():
         assert float((actual[name] - value).norm()) <= 8 * UNIT["fp32"] * float(value.norm()), name
-
-
-def test_a_wire_of_fp16_stays_within_its_own_rounding(pools):
-    config = tiny_config(
-        train={"precision": "fp16"},
-        parallel={"gradient_reduce_dtype": "fp16"},
-        batch={"micro_batch_size": 1, "global_batch_size": 8},
-        optimizer={"initial_loss_scale_power": 12},
-    )
-    state, batches, *_ = _expected("alibi")
-    task = tasks.in_fp16_on_cpu, tasks.reduce_gradients
-    ranks = pools(4).run(*task, config, state, batches[0])
-    bound = UNIT["fp16"] + 4 * UNIT["fp32"]
-    for part in (part for rank in ranks for part in rank):
-        assert part["error"] <= bound * part["terms"], part
 
 
 @pytest.mark.parametrize(
@@ -285,12 +270,15 @@ def test_overlapped_communication_changes_no_bit(pools, layout, precision):
     two stages, whose gradients `finalize_gradients` completes after the backward pass.
     """
     processes, parallel = REDUCTION_LAYOUTS[layout]
-    config = tiny_config(
+    # Two stages of two chunks have a layer in each.
+    layers = 4 if "vpp" in layout else 2
+    config = _config(
+        layers=layers,
         parallel=parallel,
         train={"precision": precision},
         batch={"micro_batch_size": 1, "global_batch_size": 8},
     )
-    state, batches, *_ = _expected("alibi")
+    state, batches, *_ = _expected(layers=layers)
     run = functools.partial(
         pools(processes).run, tasks.train_and_watch_reductions, config, state, batches[:2]
     )

@@ -35,7 +35,7 @@ def test_every_real_rank_allocates_what_is_planned(pools, layout):
         model={"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 1024},
         position={"method": "sinusoidal"},
         data={"sequence_length": 256},
-        batch={"micro_batch_size": 2, "global_batch_size": 8},
+        batch={"micro_batch_size": 2, "global_batch_size": 4},
         train={"precision": "bf16", "fusion": "off"},
     )
     shape = config.layout(world_size)
@@ -52,8 +52,10 @@ def test_every_real_rank_allocates_what_is_planned(pools, layout):
 SHARED = {**SEQUENCE, **PIPELINE, "world_size": 4}
 SPLIT = {**SEQUENCE, "context_parallel_size": 4, "world_size": 8}
 FURTHER: dict[str, dict[str, dict[str, Any]]] = {
-    "recompute": {"train": {"recompute_granularity": "full"}},
-    "learned": {"position": {"method": "learned", "max_position_embeddings": 64}},
+    "learned, recompute": {
+        "position": {"method": "learned", "max_position_embeddings": 64},
+        "train": {"recompute_granularity": "full"},
+    },
     "cp4": {"parallel": SPLIT, "position": {"method": "t5"}},
     "cp4, recompute": {
         "parallel": SPLIT,
@@ -69,6 +71,7 @@ def test_further_planned_collectives(case):
     config = tiny_config(
         parallel=sections.pop("parallel", SHARED),
         model={"num_layers": 2},
+        batch={"micro_batch_size": 2, "global_batch_size": 4},
         train={"precision": "bf16", **sections.pop("train", {})},
         **sections,
     )

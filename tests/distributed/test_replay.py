@@ -28,6 +28,7 @@ def _config(directory, data, layout, interval=4, recovery=None, **train):
         data={"directory": str(data)},
         model={"num_layers": 2},
         parallel=ALL_LAYOUTS[layout][1],
+        batch={"micro_batch_size": 4},
         train={"num_steps": STEPS, **train},
         checkpoint={"interval_steps": interval, "keep": 1},
         evaluation={"interval_steps": 100, "lengths": [32], "max_tokens": 512},
@@ -105,7 +106,7 @@ def test_a_gradient_that_is_not_finite_again_reproduces_and_only_then_settings_a
 ):
     """The fault is in the loss of step 6, on every rank alike, as with a division by zero."""
     config = _config(tmp_path / "run", tiny_data, "dp2")
-    results = pools(2).run(tasks.train_unsound, config, 6)
+    results = pools(2).run(tasks.train_scaled, config, 6, float("nan"))
     for result in results:
         assert result["code"] == ExitCode.POISONED
         assert (
@@ -121,7 +122,7 @@ def test_a_gradient_that_is_not_finite_again_reproduces_and_only_then_settings_a
     off = config.optimizer.model_copy(update={"clip_grad": 0.0})
     run = config.run.model_copy(update={"directory": str(tmp_path / "unclipped")})
     config = config.model_copy(update={"optimizer": off, "run": run})
-    [result, _] = pools(2).run(tasks.train_unsound, config, 6)
+    [result, _] = pools(2).run(tasks.train_scaled, config, 6, float("nan"))
     assert "lr_warmup_steps" in result["error"] and "clip_grad" not in result["error"]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import safetensors.torch
 import torch
@@ -9,6 +11,7 @@ import torch
 from pretrain.checkpoint.format import BLOCK_BYTES
 from pretrain.checkpoint.load import load_global_state
 from pretrain.checkpoint.manifest import open_checkpoint
+from pretrain.config import ConfigError, RunConfig
 from pretrain.rundir.checkpoints import checkpoint_directory, find_checkpoint
 from tests.conftest import ALL_LAYOUTS, tiny_config
 from tests.distributed import tasks
@@ -24,6 +27,7 @@ def _config(directory, data, parallel, **sections):
         run={"directory": str(directory)},
         data={"directory": str(data)},
         parallel=parallel,
+        batch={"micro_batch_size": 4},
         **sections,
     )
 
@@ -137,11 +141,10 @@ def test_positions_may_change_at_a_resume(pools, tiny_data, tmp_path, layout):
     second = _config(tmp_path / "b", tiny_data, parallel, position=after)
     allowed = [] if key is None else [f"position.{key}"]
     source = str(checkpoint_directory(tmp_path / "a", 2))
-    run = [tasks.continue_run, second, source, 2]
     if allowed:
-        with pytest.raises(Exception, match=rf"or change it .* --allow-changed {allowed[0]}"):
-            pools(processes).run(*run)
-    pools(processes).run(*run, allowed)
+        for said in pools(processes).run(refusal, second, source):
+            assert re.search(rf"or change it .* --allow-changed {allowed[0]}", said)
+    pools(processes).run(tasks.continue_run, second, source, 2, allowed)
     a, b = _state(tmp_path / "a", 2), _state(tmp_path / "b", 2)
     begun = {name for name in b if name.split("/")[1].removeprefix("position.") in anew}
     assert a.keys() - b.keys() == {name for name in a if name.split("/")[1] in dropped}
@@ -166,3 +169,11 @@ def test_a_load_in_the_same_layout_reads_a_ranks_own_file_once(pools, tiny_data,
         name = f"rank-{rank:05d}.safetensors"
         assert found["read"].keys() == {name}
         assert found["needed"] <= found["read"][name] <= found["needed"] + 2 * BLOCK_BYTES
+
+
+# ---- tasks of the ranks --------------------------------------------------------------------------
+def refusal(config: RunConfig, resume: str) -> str:
+    """Return why a run does not begin."""
+    with pytest.raises(ConfigError) as refused:
+        tasks.loaded_run(config, resume)
+    return str(refused.value)

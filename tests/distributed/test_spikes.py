@@ -26,6 +26,7 @@ def _config(directory, data, parallel, policy, interval=SAVED_STEP, **train):
         # GPT-2's: the loss starts near that of a uniform guess, so bad data stands out at step 11.
         model={"num_layers": 2, "embedding_scale": 1.0, "embedding_init_method_std": 0.02},
         parallel=parallel,
+        batch={"micro_batch_size": 4},
         train={
             "num_steps": STEPS,
             "spike_policy": policy,

@@ -28,12 +28,19 @@ from pretrain.training.stragglers import (
 from tests.conftest import ALL_LAYOUTS, mark_torture, tiny_config
 
 SLEEP = 0.2
-FIRST, LAST = WINDOW_STEPS + 1, 3 * WINDOW_STEPS
+WINDOW = 4
+FIRST, LAST = WINDOW + 1, 3 * WINDOW
 """The steps that one rank sleeps in."""
 
 
-def train_slowed(config: RunConfig, slow: int, lost_seconds: float) -> str:
-    """Train a run in which one rank sleeps in some steps; return what this rank printed."""
+def train_slowed(config: RunConfig, slow: int, **constants: float) -> str:
+    """Train a run in which one rank sleeps in some steps; return what this rank printed.
+
+    Args:
+        config: The run's config.
+        slow: The rank; -1 for none.
+        **constants: Values of constants of `pretrain.training.stragglers`.
+    """
     import torch.distributed as dist
 
     from pretrain.training import loop
@@ -49,7 +56,7 @@ def train_slowed(config: RunConfig, slow: int, lost_seconds: float) -> str:
     with (
         contextlib.redirect_stderr(said),
         patch.object(loop, "seed_step", own_seed),
-        patch.object(stragglers, "LOST_SECONDS", lost_seconds),
+        patch.multiple(stragglers, **constants),
     ):
         assert loop.train(config) == 0
     return said.getvalue()
@@ -85,11 +92,11 @@ CASES = [
 def test_a_slow_rank_is_named(pools, tiny_data, tmp_path, layout, slow):
     processes, parallel = ALL_LAYOUTS[layout]
     config = run_config(tiny_data, tmp_path, parallel, LAST)
-    said = pools(processes).run(train_slowed, config, slow, 1.0)
+    said = pools(processes).run(train_slowed, config, slow, LOST_SECONDS=1.0, WINDOW_STEPS=WINDOW)
     assert f"warning: rank {slow} ({os.uname().nodename}, cpu) is slow" in said[0]
     assert all(" is slow" not in each for each in said[1:])
     records = [record for record in step_records(config) if "slowest_rank" in record]
-    assert [record["step"] for record in records] == [WINDOW_STEPS, 2 * WINDOW_STEPS, LAST]
+    assert [record["step"] for record in records] == [WINDOW, 2 * WINDOW, LAST]
     assert [record["slowest_rank"] for record in records[1:]] == [slow, slow]
     # On a busy machine the rank may have been slow in the window before, too.
     assert records[-1]["slow_since_step"] in (1, FIRST)
@@ -149,7 +156,7 @@ def test_beside_busy_processes_nobody_is_named(pools, tiny_data, tmp_path, layou
     busy = [sys.executable, "-c", "while True: pass"]
     with subprocess.Popen(busy) as one:
         try:
-            said = pools(processes).run(train_slowed, config, -1, LOST_SECONDS)
+            said = pools(processes).run(train_slowed, config, -1)
         finally:
             one.kill()
     assert " is slow" not in said[0], said[0]
