@@ -47,7 +47,7 @@ CASES = {
     "nothing added, symmetric": (33, 60, 1, 2, 2, 16, False, None, {}),
     "table": (98, 98, 1, 1, 1, 16, True, "table", {}),
     "table, grouped, keys from before": (33, 78, 1, 2, 1, 16, True, "table", {}),
-    "symmetric table": (40, 60, 1, 2, 2, 16, False, "table", {}),
+    "symmetric table": (50, 60, 1, 2, 2, 16, False, "table", {}),
     "dropout": (41, 41, 2, 2, 2, 16, True, "slopes", {"dropout_p": 0.3}),
     "dropout, symmetric, trained": (40, 60, 1, 2, 2, 16, False, "trained", {"dropout_p": 0.3}),
     "dropout, table": (50, 50, 1, 2, 2, 16, True, "table", {"dropout_p": 0.3}),
