@@ -40,7 +40,7 @@ def test_an_export_is_measured_as_the_run_is(trained, tmp_path):
     """By two models: ours from the checkpoint, and transformers' from the folder, on one text."""
     folder, _ = trained
     text, out = tmp_path / "text.txt", tmp_path / "curve.json"
-    text.write_text("To be, or not to be, that is the question.\n" * 60)
+    text.write_text("To be, or not to be, that is the question.\n" * 30)
     said = run("evaluate_a_model.py", folder / "hf", text, 64, 256)
     assert len(re.findall(r" nats$", said, re.MULTILINE)) == 3
 
@@ -71,6 +71,7 @@ def test_a_position_method_of_ones_own_trains_and_is_refused_for_export(trained,
         "run.directory": tmp_path / "run",
         "data.directory": folder / "data",
         "data.sequence_length": 64,
+        "data.vocab_size": 1024,
         "schedule.lr_warmup_steps": 1,
         "train.num_steps": 2,
         "evaluation.lengths": "[64]",

@@ -11,7 +11,7 @@ import pytest
 from tests.end_to_end.commands import explained, pretrain, succeeds
 from tests.end_to_end.conftest import CONFIG
 
-LENGTHS = ["--lengths", "32", "--protocols", "nonoverlapping"]
+LENGTHS = ["--lengths", "32", "--protocols", "nonoverlapping", "--max-tokens", "2048"]
 
 
 @pytest.fixture(scope="module")

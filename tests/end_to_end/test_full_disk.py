@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -27,6 +26,10 @@ from tests.end_to_end.commands import (
 
 SHORT = ("evaluation.lengths=[32]", "evaluation.max_tokens=512", "checkpoint.interval_steps=2")
 DISK_BYTES = 4_000_000
+FEW_FILES = (
+    "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40)); "
+    "from pretrain.cli.main import main; main()"
+)
 
 
 def fill(disk: Path, leave: int) -> Path:
@@ -67,7 +70,7 @@ def test_every_command_that_finds_the_disk_full_has_one_exit_code(config, disk, 
     plan = disk / "new"
     commands = [
         [*PRETRAIN, "export", run, plan / "hf"],
-        [*PRETRAIN, "evaluate", run, "--out", plan / "curve.json"],
+        [*PRETRAIN, "evaluate", run, "--max-tokens", 512, "--out", plan / "curve.json"],
         [*PRETRAIN, "data", "build", config, "--set", f"data.directory={plan / 'data'}"],
         [*PRETRAIN, "train", config, *words(f"run.directory={plan / 'run'}")],
         [*LAUNCHER, "local", config, "--nproc", "1", *words(f"run.directory={plan / 'local'}")],
@@ -83,15 +86,9 @@ def test_every_command_that_finds_the_disk_full_has_one_exit_code(config, disk, 
 
 def test_a_limit_of_open_files_is_named(config, workspace):
     """Not in gloo's words."""
-    command = [sys.executable, "-m", "pretrain", "train", config]
-    done = subprocess.run(
-        [str(word) for word in [*command, *words(f"run.directory={workspace}/runs/few")]],
-        capture_output=True,
-        text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40)),
-    )
-    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert "Too many open files. Raise the limit of open files (ulimit -n)" in done.stderr
+    settings = words(f"run.directory={workspace}/runs/few")
+    done = forked([sys.executable, "-c", FEW_FILES, "train", config, *settings])
+    explained(done, 1, "Too many open files. Raise the limit of open files (ulimit -n)")
 
 
 def test_a_disk_that_is_full_for_a_moment_does_not_end_training(config, disk):

@@ -183,15 +183,16 @@ def disturbed(words: list[str], run: Path, kills: int, dice: random.Random) -> C
     process = started(words)
     for number in range(kills):
         partial = wait_for_moment(process, run, number % 2 == 0, dice)
-        attempts, step = len(read_attempts(run)), newest_step(run)
         was_alive = process.poll() is None
         if was_alive:
             killed = kill(process.pid, dice.choice(VICTIMS), dice)
-            counts[killed] += 1
-            if killed in ("launcher", "all"):
-                # A checkpoint that was published meanwhile is no sign that it goes on.
-                process.wait(30)
             counts["inside a save"] += partial is not None and partial.exists()
+            counts[killed] += 1
+        # Not before the kill, which a short save would not wait for.
+        attempts, step = len(read_attempts(run)), newest_step(run)
+        if was_alive and killed in ("launcher", "all"):
+            # A checkpoint that was published meanwhile is no sign that it goes on.
+            process.wait(30)
         wait_for_consequences(process, run, attempts, step)
         if process.poll() is not None:
             done = ended(process)

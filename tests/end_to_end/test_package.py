@@ -254,9 +254,3 @@ def test_transformers_gets_hugging_faces_kernels_in_the_clone(installed, hugging
         "transformers uses theirs": True,
         "ours": "pretrain.kernels.dispatch",
     }
-
-
-def test_our_folder_kernels_is_not_taken_for_hugging_faces(installed):
-    """Without theirs, transformers finds our folder in the clone and must leave it alone."""
-    code = "from transformers import BloomForCausalLM\nimport transformers.integrations.hub_kernels"
-    succeeded(installed.run(["python", "-c", code], installed.clone))

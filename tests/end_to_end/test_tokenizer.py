@@ -22,7 +22,10 @@ def trained(workspace, config) -> Path:
     """A run of 2 steps on data that has been removed since."""
     gpt2().save(str(workspace / "mine.json"))
     size = load_tokenizer(workspace / "mine.json").vocab_size
+    (workspace / "own.txt").write_text("To be, or not to be, that is the question.\n" * 4000)
     settings = sets(
+        "data.source=text",
+        f'data.paths=["{workspace}/own.txt"]',
         f"data.tokenizer={workspace}/mine.json",
         f"data.vocab_size={size}",
         f"data.directory={workspace}/json-data",

@@ -50,7 +50,7 @@ def test_a_run_learns_and_evaluates(run):
 
 def test_perplexities_of_words_are_reported_without_bits_per_byte(run, folder):
     out = folder / "report/curve.json"
-    done = succeeds("evaluate", run, "--out", out)
+    done = succeeds("evaluate", run, "--max-tokens", 2048, "--out", out)
     assert "bits per byte unknown" in done.out and "an unknown number of bytes" in done.out
     curve = json.loads(out.read_text())["records"]
     assert all(1 < r["perplexity"] < 2000 and r["bits_per_byte"] is None for r in curve)

@@ -92,7 +92,6 @@ CASES = [(layout, model) for layout in LAYOUTS for model in MODELS]
 CORE = {
     ("one rank", "ReLU, recompute full"),
     ("one rank", "NAG, dropped activations, no final norm"),
-    ("dp4", "t5"),
     # Eight slopes are no multiple of what a bucket is padded to.
     ("dp4", "trained slopes"),
     ("tp2dp2sp", "as MPT, untied"),

@@ -183,7 +183,9 @@ def large(
     batch = [f"batch.micro_batch_size={sequences}", f"batch.global_batch_size={128 * sequences}"]
     settings = [f"train.precision={precision}", *batch, f"model.num_layers={num_layers}"]
     config = load_config(LARGE, [*settings, *name])
-    with patch.object(simulation, "CAPABILITY", capability):
+    # Nobody looks at the weights, and drawing a hundred million of them takes a second.
+    undrawn = patch.object(torch.Tensor, "normal_", lambda tensor, *_, **named: tensor)
+    with patch.object(simulation, "CAPABILITY", capability), undrawn:
         [counts] = count_run(config).values()
     return config, counts
 
