@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 
+from pretrain import platform
 from pretrain.config import ConfigError, RunFailed
 from pretrain.data.build.folder import BuildFolder, locked
 from pretrain.launcher import control, evaluations, slurm
@@ -411,55 +412,60 @@ def test_scratch_is_a_folder_of_this_user_s_own(tmp_path: Path) -> None:
     assert ran().returncode == 2
 
 
-CACHES = """
-import os, tempfile
-from pretrain import platform
-platform.make_caches_private()
-print(os.environ["TORCHINDUCTOR_CACHE_DIR"], tempfile.gettempdir())
-"""
-
-
 def test_a_rank_makes_its_caches_and_refuses_those_of_others(tmp_path: Path) -> None:
-    def ran(**variables: object) -> subprocess.CompletedProcess[str]:
-        environment = {k: v for k, v in os.environ.items() if "CACHE_DIR" not in k}
-        environment |= {k: str(v) for k, v in variables.items()}
-        return subprocess.run(
-            [sys.executable, "-c", CACHES], env=environment, text=True, capture_output=True
-        )
+    def ran(**variables: object) -> str:
+        def made() -> str:
+            for name in [name for name in os.environ if "CACHE_DIR" in name]:
+                del os.environ[name]
+            os.environ.update({name: str(value) for name, value in variables.items()})
+            # A library may ask for it when it is imported, while the directory is missing.
+            tempfile.tempdir = None
+            tempfile.gettempdir()
+            platform.make_caches_private()
+            return f"{os.environ['TORCHINDUCTOR_CACHE_DIR']} {tempfile.gettempdir()}"
+
+        return in_a_fork(made)
 
     shared = tmp_path / "tmp"
     shared.mkdir()
     shared.chmod(0o1777)
     own = shared / "pretrain-0"
     done = ran(TMPDIR=own, TRITON_CACHE_DIR=own / "triton")
-    assert done.stdout.split() == [f"{own}/torchinductor_{os.getuid()}", str(own)], done.stderr
+    assert done.split() == [f"{own}/torchinductor_{os.getuid()}", str(own)]
     assert {stat.S_IMODE(p.stat().st_mode) for p in (own, *own.iterdir())} == {0o700}
     # The default in a shared /tmp, which another user has made first.
     default = shared / f"torchinductor_{os.getuid()}"
     default.mkdir()
     default.chmod(0o777)
-    done = ran(TMPDIR=shared)
-    assert done.returncode and f"{default}: everybody may write to it" in done.stderr
+    assert f"ConfigError: {default}: everybody may write to it" in ran(TMPDIR=shared)
     if os.geteuid() == 0:
         default.chmod(0o755)
         give_away(default)
-        assert f"{default}: belongs to another user" in ran(TMPDIR=shared).stderr
+        assert f"{default}: belongs to another user" in ran(TMPDIR=shared)
         give_away(own)
         done = ran(TMPDIR=own, TRITON_CACHE_DIR=own / "triton")
-        assert f"{own}: belongs to another user" in done.stderr
+        assert f"{own}: belongs to another user" in done
 
 
 # ---- what is renamed while it is used ------------------------------------------------------------
 def as_user(user: int, do: Callable[[], object]) -> str:
     """Do something as another user in a forked process, and return the error that it ends with."""
+
+    def done() -> None:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+        do()
+
+    return in_a_fork(done)
+
+
+def in_a_fork(do: Callable[[], object]) -> str:
+    """Do something in a forked process; return its result, or the error that it ends with."""
     reading, writing = os.pipe()
     if (pid := os.fork()) == 0:
-        said = ""
         try:
-            os.setgroups([])
-            os.setresgid(user, user, user)
-            os.setresuid(user, user, user)
-            do()
+            said = str(do() or "")
         except BaseException as error:
             said = f"{type(error).__name__}: {error}"
         os.write(writing, said.encode())
