@@ -31,6 +31,11 @@ from typing import Any, NoReturn
 
 # The server imports this module, and is a main process.
 _MAIN = multiprocessing.process.current_process()
+SAID_IN = "TESTS_FORKED_PROCESSES"
+"""The variable of a folder in which each process says its words and variables, which /proc has not.
+
+The file has the name of the process id.
+"""
 _ALONE = ("-P", "-B", "-u")
 """Options of Python that take no value, and that change nothing here."""
 
@@ -53,6 +58,10 @@ def become(words: Sequence[str], environment: Mapping[str, str], *, threads: int
         environment: All of its environment variables.
         threads: Threads of a torch that has been imported, unless OMP_NUM_THREADS says so.
     """
+    if folder := environment.get(SAID_IN):
+        said = [*words, *(f"{name}={value}" for name, value in environment.items())]
+        with open(f"{folder}/{os.getpid()}", "w") as file:
+            file.write("\0".join(said))
     # What others hold is not this process's to collect.
     gc.freeze()
     _forget_the_parent()

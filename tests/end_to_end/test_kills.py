@@ -3,6 +3,9 @@
 A run on two ranks under `launcher local` saves after every second step. A rank, rank 0, a writing
 process, the launcher or all of them at once are killed again and again. In the end the run is, bit
 for bit, the one that nobody disturbed. Its layers are compiled, except in the torture.
+
+All processes are forked (tests/end_to_end/forks.py). The imports of each start would take longer
+than the rest of it.
 """
 
 from __future__ import annotations
@@ -26,14 +29,14 @@ from pretrain.rundir.files import PARTIAL
 from tests.end_to_end.commands import (
     LAUNCHER,
     TIMEOUT_SECONDS,
-    ended,
+    Running,
     forked,
     sets,
-    started,
     succeeded,
     untimed,
     wait_for,
 )
+from tests.end_to_end.forks import SAID_IN
 from tests.end_to_end.test_stopping import weights
 
 STEPS, INTERVAL = 24, 2
@@ -76,23 +79,23 @@ def children(process: int) -> list[int]:
     return [int(number) for number in found]
 
 
-def family(launcher: int) -> dict[int, str]:
+def family(launcher: int, said: Path) -> dict[int, str]:
     """Return process id -> what it is, of a launcher and all that it has started."""
     found, left = {launcher: "launcher"}, children(launcher)
     while left:
         process = left.pop()
-        environment = read(Path(f"/proc/{process}/environ")).split(b"\0")
-        rank = next((e[5:].decode() for e in environment if e.startswith(b"RANK=")), "")
-        is_writer = b"pretrain.checkpoint.writer" in read(Path(f"/proc/{process}/cmdline"))
+        words = read(said / str(process))
+        rank = next((e[5:].decode() for e in words.split(b"\0") if e.startswith(b"RANK=")), "")
+        is_writer = b"pretrain.checkpoint.writer" in words
         parent_is_rank = process not in children(launcher)
         found[process] = "writer" if is_writer else "other" if parent_is_rank else f"rank {rank}"
         left += children(process)
     return found
 
 
-def kill(launcher: int, victim: str, dice: random.Random) -> str:
+def kill(launcher: int, said: Path, victim: str, dice: random.Random) -> str:
     """Kill a victim, or the launcher where none of its kind runs; return what was killed."""
-    found = family(launcher)
+    found = family(launcher, said)
     if victim == "all":
         # The launcher first: it must not see the others die.
         chosen = sorted(found, key=lambda process: found[process] != "launcher")
@@ -106,15 +109,9 @@ def kill(launcher: int, victim: str, dice: random.Random) -> str:
     return victim
 
 
-def processes_of(run: Path) -> list[int]:
-    """Return the processes whose command line or environment names the run's directory."""
-    word = os.fsencode(run)
-    numbers = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-    return [
-        number
-        for number in numbers
-        if word in read(Path(f"/proc/{number}/cmdline")) + read(Path(f"/proc/{number}/environ"))
-    ]
+def lives(process: str) -> bool:
+    """Tell whether a process lives; the dead wait for their parent, or are gone."""
+    return read(Path(f"/proc/{process}/stat")).rpartition(b") ")[2][:1] not in (b"", b"Z")
 
 
 # ---- moments -------------------------------------------------------------------------------------
@@ -132,9 +129,7 @@ def save_under_way(run: Path) -> Path | None:
     return None
 
 
-def wait_for_moment(
-    process: subprocess.Popen[str], run: Path, in_save: bool, dice: random.Random
-) -> Path | None:
+def wait_for_moment(process: Running, run: Path, in_save: bool, dice: random.Random) -> Path | None:
     """Wait for some progress, then for a save or for a random time.
 
     Args:
@@ -180,12 +175,14 @@ def disturbed(words: list[str], run: Path, kills: int, dice: random.Random) -> C
         How often each victim was killed, and how many kills fell "inside a save".
     """
     counts: Counter[str] = Counter()
-    process = started(words)
+    said = run.with_name(f"{run.name}-processes")
+    said.mkdir()
+    process = Running(words, {SAID_IN: str(said)})
     for number in range(kills):
         partial = wait_for_moment(process, run, number % 2 == 0, dice)
         was_alive = process.poll() is None
         if was_alive:
-            killed = kill(process.pid, dice.choice(VICTIMS), dice)
+            killed = kill(process.pid, said, dice.choice(VICTIMS), dice)
             counts["inside a save"] += partial is not None and partial.exists()
             counts[killed] += 1
         # Not before the kill, which a short save would not wait for.
@@ -195,20 +192,18 @@ def disturbed(words: list[str], run: Path, kills: int, dice: random.Random) -> C
             process.wait(30)
         wait_for_consequences(process, run, attempts, step)
         if process.poll() is not None:
-            done = ended(process)
-            nothing_runs(run)
+            done = process.ended()
+            nothing_runs(said)
             if done.code == 0:
                 return counts
             assert was_alive, done.text
-            process = started(words)
-    done = succeeded(ended(process))
-    nothing_runs(run)
+            process = Running(words, {SAID_IN: str(said)})
+    succeeded(process.ended())
+    nothing_runs(said)
     return counts
 
 
-def wait_for_consequences(
-    process: subprocess.Popen[str], run: Path, attempts: int, step: int
-) -> None:
+def wait_for_consequences(process: Running, run: Path, attempts: int, step: int) -> None:
     """Wait until the launcher has ended, or the run goes on.
 
     The launcher starts the ranks again, if it lives, and the saver its writing process.
@@ -228,8 +223,8 @@ def wait_for_consequences(
     )
 
 
-def nothing_runs(run: Path) -> None:
-    wait_for(lambda: not processes_of(run))
+def nothing_runs(said: Path) -> None:
+    wait_for(lambda: not any(map(lives, os.listdir(said))))
 
 
 def numbers(run: Path) -> list[dict[str, Any]]:
