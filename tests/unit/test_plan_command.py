@@ -150,8 +150,9 @@ def test_the_planned_run_is_written(tmp_path):
         loaded = load_config(out)
         assert loaded == best.config and loaded.layout(gpus) == best.layout
     link.symlink_to(tmp_path / "nothing")
-    shape = ["hidden_size=65536", "num_attention_heads=512", "num_layers=8"]
-    huge = ["train.precision=bf16", *(f"model.{key}" for key in shape)]
+    shape = ["hidden_size=65536", "num_attention_heads=256", "num_layers=8"]
+    batch = ["batch.global_batch_size=32", "batch.micro_batch_size=2"]
+    huge = ["train.precision=bf16", *batch, *(f"model.{key}" for key in shape)]
     assert "No layout fits. The nearest miss:" in plan_run(source, huge, target)
     with pytest.raises(ConfigError, match="no layout fits into 80"):
         plan_run(source, huge, target, link.with_name("huge.toml"))
