@@ -144,15 +144,18 @@ def test_compiled_regions_are_one_kernel_in_each_direction_and_change_nothing(po
 
 
 @pytest.mark.parametrize(
-    ("variant", "layout", "recomputed", "graphs"),
+    ("variant", "layout", "recomputed", "graphs", "how"),
     [
-        ("t5", "pp2", "none", [2, 5]),
+        ("t5", "pp2", "none", [2, 5], [tasks.traced]),
         # The scores of one layer are a function, which autograd computes again by itself.
-        ("hybrid", "one", "full", [8]),
+        ("hybrid", "one", "full", [8], [tasks.traced]),
+        # By Inductor, as in a run.
+        ("t5", "one", "none", [4], []),
+        pytest.param("hybrid", "one", "full", [8], [], marks=pytest.mark.torture),
     ],
 )
 def test_compiled_layers_are_one_graph_with_the_gradients_of_the_dense_reference(
-    pools, variant, layout, recomputed, graphs
+    pools, variant, layout, recomputed, graphs, how
 ):
     """A learned table gets its gradient through attention's operation.
 
@@ -163,9 +166,8 @@ def test_compiled_layers_are_one_graph_with_the_gradients_of_the_dense_reference
     state, tokens, _, loss, gradients = expected_gradients(variant, 8)
     config = variant_config(variant, 8, parallel)
     config = fused(config, fusion="layers", recompute_granularity=recomputed)
-    results = pools(processes).run(
-        tasks.traced, gradients_of_compiled_layers, config, state, tokens
-    )
+    task = *how, gradients_of_compiled_layers
+    results = pools(processes).run(*task, config, state, tokens)
     actual = results[0][0]
     assert actual["loss"] == pytest.approx(loss, rel=1e-6)
     assert_close_by_name(actual["gradients"], gradients, **TOLERANCE)
@@ -222,19 +224,20 @@ def test_products_of_8_bits_are_those_of_the_cast_factors(precision):
     assert 0.01 < (out.detach().double().flatten(0, 1) - exact).norm() / exact.norm() < 0.06
 
 
-def test_a_model_trains_with_products_of_8_bits_and_scores_without(pools):
+@pytest.mark.parametrize("how", [[tasks.traced], pytest.param([], marks=pytest.mark.torture)])
+def test_a_model_trains_with_products_of_8_bits_and_scores_without(pools, how):
     """Layers stay one graph. Losses follow those of AdamW in fp32 as far as four bits allow."""
     state, batches, losses, *_ = expected_steps()
     # What was compiled for one kind of product is not taken for the other.
     plain = steps_config(train={"fusion": "layers"})
-    pools(1).run(tasks.traced, tasks.train_steps, plain, state, batches[:1])
+    pools(1).run(*how, tasks.train_steps, plain, state, batches[:1])
     config = steps_config(train={"fusion": "layers", "fp8": True})
-    actual = pools(1).run(tasks.traced, tasks.train_steps, config, state, batches[:4])[0]["losses"]
+    actual = pools(1).run(*how, tasks.train_steps, config, state, batches[:4])[0]["losses"]
     assert actual == pytest.approx(losses[:4], rel=0.02)
     assert actual != pytest.approx(losses[:4], rel=1e-5)
     state, tokens, _, loss, _ = expected_gradients("alibi", 8)
     config = fused(variant_config("alibi", 8, {}), fusion="layers", fp8=True)
-    task = tasks.traced, gradients_of_compiled_layers
+    task = *how, gradients_of_compiled_layers
     actual, graphs, (breaks, _) = pools(1).run(*task, config, state, tokens)[0]
     assert (graphs, breaks) == (4, {})
     assert actual["loss"] != pytest.approx(loss, rel=1e-5)

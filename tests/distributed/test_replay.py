@@ -28,7 +28,6 @@ def _config(directory, data, layout, interval=4, recovery=None, **train):
         data={"directory": str(data)},
         model={"num_layers": 2},
         parallel=ALL_LAYOUTS[layout][1],
-        batch={"micro_batch_size": 4},
         train={"num_steps": STEPS, **train},
         checkpoint={"interval_steps": interval, "keep": 1},
         evaluation={"interval_steps": 100, "lengths": [32], "max_tokens": 512},

@@ -27,7 +27,7 @@ from pretrain.training.stragglers import (
 )
 from tests.conftest import ALL_LAYOUTS, mark_torture, tiny_config
 
-SLEEP = 0.2
+SLEEP = 0.4
 WINDOW = 4
 FIRST, LAST = WINDOW + 1, 3 * WINDOW
 """The steps that one rank sleeps in."""
@@ -92,7 +92,7 @@ CASES = [
 def test_a_slow_rank_is_named(pools, tiny_data, tmp_path, layout, slow):
     processes, parallel = ALL_LAYOUTS[layout]
     config = run_config(tiny_data, tmp_path, parallel, LAST)
-    said = pools(processes).run(train_slowed, config, slow, LOST_SECONDS=1.0, WINDOW_STEPS=WINDOW)
+    said = pools(processes).run(train_slowed, config, slow, LOST_SECONDS=0.5, WINDOW_STEPS=WINDOW)
     assert f"warning: rank {slow} ({os.uname().nodename}, cpu) is slow" in said[0]
     assert all(" is slow" not in each for each in said[1:])
     records = [record for record in step_records(config) if "slowest_rank" in record]

@@ -4,8 +4,8 @@ A run on two ranks under `launcher local` saves after every second step. A rank,
 process, the launcher or all of them at once are killed again and again. In the end the run is, bit
 for bit, the one that nobody disturbed. Its layers are compiled, except in the torture.
 
-All processes are forked (tests/end_to_end/forks.py). The imports of each start would take longer
-than the rest of it.
+The processes that are killed are forked (tests/end_to_end/forks.py), because the imports of each
+start would take longer than the rest of it. Those of the undisturbed run are not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.end_to_end.commands import (
     LAUNCHER,
     TIMEOUT_SECONDS,
     Running,
-    forked,
+    fresh,
     sets,
     succeeded,
     untimed,
@@ -242,7 +242,7 @@ def test_a_run_that_is_killed_again_and_again_is_the_undisturbed_one(
     config, workspace, fusion, kills, capsys
 ):
     whole = workspace / f"runs/not-killed-{kills}"
-    succeeded(forked(command(config, whole, fusion)))
+    succeeded(fresh(command(config, whole, fusion)))
     counts: Counter[str] = Counter()
     dice, round_number, made = random.Random(kills), 0, 0
     # At least one kill falls inside a save, which a round begins with.

@@ -41,10 +41,6 @@ VARIANTS = {
         {"dkdv_kernel": 64},
     ),
     "documents, sm_80": (Variant(80, 128, documents=True), {"forward_kernel": 64}),
-    "documents, table, sm_80": (
-        Variant(80, 128, "bfloat16", "table", documents=True),
-        {"dkdv_kernel": 64},
-    ),
 }
 
 # Cycles in which a step of each kernel's loops is issued at width 128, of which its products on the
@@ -52,7 +48,7 @@ VARIANTS = {
 ISSUE = {"forward_kernel": 1088, "dkdv_kernel": 1088, "dq_kernel": 896}
 
 # Each kernel, kind of GPU and way to leave out keys.
-CORE = {("default, width 128",), ("documents, table, sm_80",)}
+CORE = {("default, width 128",), ("documents, table",), ("documents, sm_80",)}
 
 
 def compile_kernels(variant, cache):
