@@ -601,10 +601,10 @@ def t5_holds_for_500_tokens() -> None:
 
 @claim(Gap.below, 0.9, in_order("alibi", "t5", "rotary", "sinusoidal"))
 def leads_of_extrapolation() -> None:
-    """At the longest length from 4 L to 16 L at which all were evaluated, the perplexity of ALiBi
-    is less than 0.9 times that of the T5 bias, and so are that of the T5 bias to rotary and that of
-    rotary to sinusoidal positions, all trained at L. No two of them are surely that far apart in
-    another order there or at a longer length up to 16 L.
+    """At the longest length from 4 L to 16 L at which all were evaluated, ALiBi, the T5 bias,
+    rotary and sinusoidal positions, all trained at L, each have less than 0.9 times the perplexity
+    of the next. No two of them are surely that far apart in another order there or at a longer
+    length up to 16 L.
 
     Source: Tables 2 to 4 (wikitext103.extrapolation_nonoverlapping)
 
