@@ -16,8 +16,6 @@ finished() {
     return "$code"
 }
 
-# Otherwise torch.compile compiles programs to learn what the processor says of itself, too: 7 s.
-export TORCHINDUCTOR_VEC_ISA_OK=1
 # Each session is a group of processes of its own, so a signal for this script has to be passed on.
 set -m
 "$python" -m pytest -n 2 --dist loadfile tests/slurm >"$said" 2>&1 &

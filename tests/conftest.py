@@ -29,8 +29,9 @@ if not torch.cuda.is_available():
     # Without a GPU the kernels run in Triton's interpreter. Triton reads this variable when it is
     # first imported, which any library may do, so it is set before everything else.
     os.environ["TRITON_INTERPRET"] = "1"
-# Otherwise each process that compiles starts two of its own, each of which imports torch.
-os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+# Otherwise each process that compiles starts two of its own, each of which imports torch, and
+# compiles programs to learn what the processor says of itself, too: 7 s.
+os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
 # pytest-xdist sets the width of a terminal, to which the processes of its tests would cut tables.
 os.environ.pop("COLUMNS", None)
 # A non-interactive shell starts background jobs with SIGINT ignored, and nohup ignores SIGHUP.
