@@ -12,7 +12,7 @@ import csv
 import io
 from collections.abc import Iterator
 
-from pretrain.cli.main import main
+from pretrain.__main__ import main
 from pretrain.data.sources import (
     MAX_DOCUMENT_BYTES,
     Corpus,

@@ -22,7 +22,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from pretrain.cli.main import main
+from pretrain.__main__ import main
 from pretrain.config import RunConfig
 from pretrain.positions.alibi import published_slopes
 from pretrain.positions.base import PositionMethod

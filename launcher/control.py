@@ -19,7 +19,7 @@ from typing import IO
 
 from pretrain.config import ConfigError, RunFailed
 from pretrain.config.errors import plain_output
-from pretrain.launcher import evaluations, slurm
+from pretrain.launcher import evaluations, slurm, slurm_job
 from pretrain.launcher.slurm import JobState
 from pretrain.launcher.status import (
     Queue,
@@ -519,7 +519,7 @@ def _submit_again(run: Path, record: JobRecord) -> None:
     if index is not None:
         # Still an array, but with this run's task alone: the script chooses the run by
         # SLURM_ARRAY_TASK_ID, and the other runs of the sweep may still have their jobs.
-        arguments = slurm.of_one_task(arguments, index, record.name)
+        arguments = slurm_job.of_one_task(arguments, index, record.name)
     number = slurm.submit_script(arguments, script)
     # Undo the pause of an earlier `launcher cancel`.
     evaluations.resume(run)

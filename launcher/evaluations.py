@@ -36,7 +36,7 @@ from pretrain.config import (
 )
 from pretrain.config.errors import say
 from pretrain.config.schema import Section
-from pretrain.launcher import slurm
+from pretrain.launcher import slurm, slurm_job
 from pretrain.launcher.ranks import SrunRanks
 from pretrain.launcher.site import Site
 from pretrain.launcher.submit import check_time, write_files
@@ -78,9 +78,9 @@ class Plan(Section):
     made_at: float = Field(default_factory=time.time)
     """Unix seconds. Jobs submitted before do not count toward TRIES, so a new plan tries again."""
 
-    def job(self, run: Path, *command: str) -> slurm.Job:
+    def job(self, run: Path, *command: str) -> slurm_job.Job:
         """Return the job of an evaluation of a run."""
-        return slurm.Job(
+        return slurm_job.Job(
             name=self.name,
             site=self.site,
             directory=Path(self.directory),
@@ -201,11 +201,11 @@ def submit_waiting(run: Path, plan: Plan, waiting: list[str]) -> None:
 
 def _submit(run: Path, plan: Plan, name: str, delay_seconds: int) -> None:
     """Submit the evaluation job of one checkpoint, and record it in RUN/jobs.jsonl."""
-    job = plan.job(run, *slurm.launcher_command("evaluation", str(run), name))
+    job = plan.job(run, *slurm_job.launcher_command("evaluation", str(run), name))
     job = dataclasses.replace(job, delay_seconds=delay_seconds)
     with writing(job.logs):
         make_directory(job.logs)
-    job_id = slurm.submit(job)
+    job_id = job.submit()
     say(f"evaluation job {job_id}: {name}")
     append_job(run, job.record(job_id, JobKind.EVALUATE, run, checkpoint=name))
 
@@ -283,7 +283,7 @@ def plan_evaluations(
     request: EvaluationRequest,
     config: RunConfig,
     run: Path,
-    training: slurm.Job,
+    training: slurm_job.Job,
     tasks: int | None = None,
     time_limit: str | None = None,
 ) -> Plan:
@@ -325,7 +325,7 @@ def plan_evaluations(
     check_time(time_limit, 0)
     return Plan(
         request=request,
-        name=slurm.job_name(f"eval-{training.name[:40]}-{digest}"),
+        name=slurm_job.job_name(f"eval-{training.name[:40]}-{digest}"),
         site=site,
         directory=str(training.directory),
         tasks_per_node=tasks,
@@ -357,7 +357,7 @@ def evaluate_run(
         ConfigError: `run` is not a run's directory, or the plan does not fit the site.
         SlurmError: Slurm refused a job.
     """
-    slurm.check_path("RUN", run)
+    slurm_job.check_path("RUN", run)
     check_trusted(run)
     check_version(run)
     config = RunPaths(run).newest_config()
@@ -366,8 +366,8 @@ def evaluate_run(
             f"{run}: not a run's directory (no config.toml). Give the run.directory of its config"
         )
     # The run's own job may be long over. This job, with whole nodes of the site, takes its place.
-    training = slurm.Job(
-        slurm.job_name(".".join(run.parts[-2:])),
+    training = slurm_job.Job(
+        slurm_job.job_name(".".join(run.parts[-2:])),
         site,
         Path.cwd(),
         RunPaths(run).logs,

@@ -24,7 +24,7 @@ from typing import TypeVar
 from pretrain.config import ConfigError, RunConfig, load_config
 from pretrain.config.errors import say
 from pretrain.config.trajectory import allow_options
-from pretrain.launcher import slurm
+from pretrain.launcher import slurm, slurm_job
 from pretrain.launcher.evaluations import PendingEvaluations
 from pretrain.launcher.preflight import check_nodes
 from pretrain.launcher.ranks import SrunRanks, attempt_environment, start_srun
@@ -129,7 +129,7 @@ class Allocation:
         # limit on waiting jobs.
         if (
             not nodes
-            or slurm.can_start(slurm.excluding(options, nodes))
+            or slurm.can_start(slurm_job.excluding(options, nodes))
             or not slurm.can_start(options)
         ):
             return nodes
@@ -186,7 +186,7 @@ class Allocation:
             start_seconds(self._run, self._config)
             + self._config.recovery.preflight_seconds
             + EARLY_SECONDS
-            + slurm.lead_seconds(self._launch.sbatch)
+            + slurm_job.lead_seconds(self._launch.sbatch)
         )
         if left >= needed:
             return None
@@ -276,13 +276,13 @@ def guarded(run: Path, held: Sequence[str], options: Sequence[str]) -> Iterator[
         options: The job's options of sbatch; without --no-kill there is nothing to guard.
     """
     nodes = held[1:][-GUARDS:]
-    if not nodes or not slurm.survives_nodes(options):
+    if not nodes or not slurm_job.survives_nodes(options):
         yield
         return
     launcher = [sys.executable, "-m", "pretrain.launcher", "guard", str(run)]
     # The signals are ignored, as Slurm's warning before the time limit goes to all processes.
     shell = ["sh", "-c", f"trap '' USR1 USR2; exec {shlex.join(launcher)}"]
-    step = start_srun(slurm.own_step(STEP, nodes, options, shell), stdout=subprocess.DEVNULL)
+    step = start_srun(slurm_job.own_step(STEP, nodes, options, shell), stdout=subprocess.DEVNULL)
     try:
         yield
     finally:
@@ -435,7 +435,7 @@ class _Start(Allocation):
         where = ",".join(nodes) or "this job's nodes"
         say(f"attempt {attempt.number}: {self._launch.num_tasks} ranks on {where}")
         self._ranks = SrunRanks(
-            slurm.overlapping(self._launch.command) if self._overlap else self._launch.command,
+            slurm_job.overlapping(self._launch.command) if self._overlap else self._launch.command,
             self._train,
             self._job_id,
             _step_name(attempt.directory),

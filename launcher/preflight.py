@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from pretrain.config import ConfigError, NoSpace, RunConfig, writing
 from pretrain.config.errors import is_supported, not_supported, say
-from pretrain.launcher import slurm
+from pretrain.launcher import slurm, slurm_job
 from pretrain.launcher.ranks import start_srun
 from pretrain.launcher.supervise import Signals
 from pretrain.processes import Repeater
@@ -231,7 +231,7 @@ def check_nodes(
     began = time.monotonic()
     readings = Readings(nodes, launch.num_tasks // launch.nodes, launch.python)
     name = f"preflight-{attempt.directory.name}"
-    words = slurm.check_step(launch.command, name, nodes, len(readings.processes))
+    words = slurm_job.check_step(launch.command, name, nodes, len(readings.processes))
     words += [launch.python, "-m", "pretrain.launcher.preflight"]
     words += [str(attempt.directory), config.train.precision]
     words += ["gpus"] if launch.site.get("gpus_per_node") else []

@@ -19,7 +19,7 @@ from typing import IO
 
 from pretrain.config import ConfigError, RunConfig, dump_config, writing
 from pretrain.config.errors import moment, say
-from pretrain.launcher import agent, slurm
+from pretrain.launcher import agent, slurm, slurm_job
 from pretrain.launcher.supervise import SIGNAL_CODE, Signals, Supervisor, signals_blocked
 from pretrain.processes import KILL_AFTER_SECONDS, dies_with_parent, terminate
 from pretrain.rundir.attempts import Attempt, Owner
@@ -90,8 +90,8 @@ class SrunRanks:
         self.failure = ""
         self.nodes: tuple[str, ...] = ()
         self._job_id, self._name, self._log = job_id, name, log
-        self._where = slurm.nodes_of_ranks(step, nodes)
-        self._num_tasks = slurm.num_tasks(step)
+        self._where = slurm_job.nodes_of_ranks(step, nodes)
+        self._num_tasks = slurm_job.num_tasks(step)
         self._dumped_from = 0
         self._code: int | None = None
         self._is_asked, self._deadline = False, float("inf")
@@ -107,7 +107,7 @@ class SrunRanks:
             log.parent.mkdir(parents=True, exist_ok=True)
             file = open_own(log, "ab")  # closed by _copy_output
         self._srun = start_srun(
-            [*slurm.named_step(step, name, nodes), command[0], "-m", agent.MODULE, *command],
+            [*slurm_job.named_step(step, name, nodes), command[0], "-m", agent.MODULE, *command],
             stdin=subprocess.PIPE,
             env={**os.environ, **environment},
             stdout=subprocess.PIPE,

@@ -16,15 +16,7 @@ from pretrain.config import ConfigError
 from pretrain.config.load import explain, read_toml
 from pretrain.config.schema import Section
 from pretrain.config.secrets import credential_among, credential_in, is_credential, refusal
-from pretrain.launcher.slurm import (
-    OUR_OPTIONS,
-    SRUN_OPTIONS,
-    is_own_variable,
-    option_name,
-    seconds_of,
-    share_of_memory,
-    why_refused,
-)
+from pretrain.launcher import slurm, slurm_job
 
 # ---- Read a site file: what a Slurm cluster has, and which part of it the jobs may use ----
 # A site is a TOML file that each user writes once per cluster. slurm/site.*.toml are examples. All
@@ -106,7 +98,7 @@ class Site(Section):
     @property
     def is_contained(self) -> bool:
         """Return True if the ranks run in a container, by a command or by options of srun."""
-        options = (option_name(argument) for argument in self.srun_arguments)
+        options = (slurm_job.option_name(argument) for argument in self.srun_arguments)
         return bool(self.container) or "container-image" in options
 
 
@@ -176,7 +168,7 @@ def _refused_variables(site: Site) -> Iterator[str]:
         key = f"environment.{name}" if name.isprintable() else f"environment.{name!r}"
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name, re.ASCII):
             yield f"{key}: not a variable's name. Use letters, digits and underscores"
-        elif is_own_variable(name):
+        elif slurm.is_own_variable(name):
             yield f"{key}: Slurm and the launcher set this themselves. Leave it out"
         elif "\0" in value or any("\ud800" <= c <= "\udfff" for c in value):
             yield f"{key} = {value!r}: no variable can hold this. Use printable text"
@@ -211,17 +203,17 @@ def _refused_sizes(site: Site) -> Iterator[str]:
             "of a node. Set at least one core per rank"
         )
     try:
-        share_of_memory(site.memory_per_node or "0", 1, 1)
-        seconds_of(site.time_limit or "UNLIMITED")
+        slurm_job.share_of_memory(site.memory_per_node or "0", 1, 1)
+        slurm_job.seconds_of(site.time_limit or "UNLIMITED")
     except ConfigError as error:
         yield str(error)
 
 
 def _refused_arguments(site: Site) -> Iterator[str]:
     """Refuse options that the launcher sets itself."""
-    for key, ours in (("sbatch_arguments", OUR_OPTIONS), ("srun_arguments", SRUN_OPTIONS)):
+    for key, ours in slurm_job.OPTIONS_OF_KEYS.items():
         for argument in getattr(site, key):
-            if why := why_refused(argument, ours):
+            if why := slurm_job.why_refused(argument, ours):
                 yield f"{key}: {argument!r}: {why}. Leave it out"
 
 
@@ -257,8 +249,8 @@ class SlurmRequest:
         if self.dependency is not None and not self.dependency.strip():
             raise ConfigError("--dependency: is empty. Name the jobs to wait for, or leave it out")
         given = [_argument(text) for text in self.sbatch]
-        names = {option_name(argument) for argument in given}
-        kept = [a for a in site.sbatch_arguments if option_name(a) not in names]
+        names = {slurm_job.option_name(argument) for argument in given}
+        kept = [a for a in site.sbatch_arguments if slurm_job.option_name(a) not in names]
         chosen = {"partition": self.partition, "account": self.account, "qos": self.qos}
         values = site.model_dump() | {"sbatch_arguments": [*kept, *given]}
         values |= {key: value for key, value in chosen.items() if value is not None}
@@ -275,7 +267,7 @@ def _argument(text: str) -> str:
     if what := credential_in(text):
         raise ConfigError(refusal("--sbatch", what))
     argument = f"--{text.removeprefix('--')}"
-    if why := why_refused(argument):
+    if why := slurm_job.why_refused(argument):
         raise ConfigError(
             f"--sbatch {text!r}: {why}. Use this command's option of that name, or leave it out"
         )

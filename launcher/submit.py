@@ -26,8 +26,9 @@ from pretrain.config import (
     num_parameters,
     writing,
 )
-from pretrain.launcher import agent, slurm
+from pretrain.launcher import agent, slurm, slurm_job
 from pretrain.launcher.site import Site, SlurmRequest
+from pretrain.launcher.slurm_job import Job
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.files import let_nobody_write, make_directory, replace_file
 from pretrain.rundir.jobs import (
@@ -74,7 +75,7 @@ class TrainingRun:
     @property
     def name(self) -> str:
         """Slurm's job name: "demo.alibi" for runs/demo/alibi."""
-        return slurm.job_name(".".join(self.directory.parts[-2:]))
+        return slurm_job.job_name(".".join(self.directory.parts[-2:]))
 
 
 def allocate(
@@ -125,7 +126,7 @@ def allocate(
     config.layout(num_nodes * tasks)
     # Absolute, because the job gets this path and may start in another directory.
     directory = Path.cwd() / config.directory
-    slurm.check_path("run.directory", directory)
+    slurm_job.check_path("run.directory", directory)
     return TrainingRun(config, directory, num_nodes, tasks, tuple(allow_changed))
 
 
@@ -144,7 +145,7 @@ def check_runs(runs: Sequence[TrainingRun], dry_run: bool = False) -> None:
         SlurmAway: slurmctld does not answer.
     """
     # This directory becomes the job's --chdir, since relative paths in the config start there.
-    slurm.check_path("the directory you are in", Path.cwd())
+    slurm_job.check_path("the directory you are in", Path.cwd())
     for run in runs:
         check_goes_on(run.config, run.allow_changed)
     with only_warned(dry_run, slurm.SlurmAway):
@@ -277,7 +278,7 @@ def check_time(time_limit: str | None, lead_seconds: int, runs: Sequence[Trainin
             f"{MOST_SIGNAL_SECONDS} s before the time limit. Use --save-before "
             f"{MOST_SIGNAL_SECONDS}, or a faster file system"
         )
-    limit = slurm.seconds_of(time_limit) if time_limit else None
+    limit = slurm_job.seconds_of(time_limit) if time_limit else None
     start = max((start_seconds(run.directory, run.config) for run in runs), default=0)
     needed = start + lead_seconds
     if limit is not None and (limit < needed or limit <= lead_seconds):
@@ -294,7 +295,7 @@ def submit(
     request: SlurmRequest,
     *,
     dry_run: bool = False,
-    plan: Callable[[RunConfig, Path, slurm.Job], object] | None = None,
+    plan: Callable[[RunConfig, Path, Job], object] | None = None,
     allow_changed: Sequence[str] = (),
 ) -> None:
     """Submit one run as one job, or with `dry_run` print the job and write nothing.
@@ -357,7 +358,7 @@ def training_job(
     concurrent: int | None = None,
     name: str | None = None,
     logs: Path | None = None,
-) -> slurm.Job:
+) -> Job:
     """Return the job that trains a run, or with `concurrent` the job array that trains several.
 
     Args:
@@ -374,12 +375,12 @@ def training_job(
     time_limit = request.time or site.time_limit
     lead_seconds = request.save_before or max(signal_seconds(run) for run in runs)
     check_time(time_limit, lead_seconds, runs)
-    return slurm.Job(
+    return Job(
         name=name or runs[0].name,
         site=site,
         directory=Path.cwd(),
         logs=logs or RunPaths(runs[0].directory).logs,
-        commands=tuple(slurm.launcher_command("attempt", str(run.directory)) for run in runs),
+        commands=tuple(slurm_job.launcher_command("attempt", str(run.directory)) for run in runs),
         nodes=runs[0].nodes,
         tasks_per_node=runs[0].tasks_per_node,
         spare_nodes=runs[0].spare_nodes,
@@ -391,7 +392,7 @@ def training_job(
     )
 
 
-def print_dry_run(runs: Sequence[TrainingRun], job: slurm.Job, files: Mapping[Path, str]) -> None:
+def print_dry_run(runs: Sequence[TrainingRun], job: Job, files: Mapping[Path, str]) -> None:
     """Print everything that would be submitted, and Slurm's estimate of the job's start.
 
     Args:
@@ -419,14 +420,14 @@ def print_dry_run(runs: Sequence[TrainingRun], job: slurm.Job, files: Mapping[Pa
     # Flushed before sbatch runs, which may take a while or end this command with an error.
     sys.stdout.flush()
     try:
-        print(slurm.answer(slurm.test([*job.waiting(), *job.arguments()], job.script())))
+        print(slurm.ANSWER, job.test())
     except (slurm.SlurmAway, slurm.NoSlurm) as error:
         # The job is shown anyway, even on a machine without Slurm's commands.
-        print(slurm.answer(f"not asked: {error}"))
+        print(f"{slurm.ANSWER} not asked: {error}")
 
 
 # ---- submitting it ----
-def send(runs: Sequence[TrainingRun], job: slurm.Job, files: Mapping[Path, str]) -> list[str]:
+def send(runs: Sequence[TrainingRun], job: Job, files: Mapping[Path, str]) -> list[str]:
     """Write RUN/launch, submit the job and record it in each RUN/jobs.jsonl.
 
     Args:
@@ -443,7 +444,7 @@ def send(runs: Sequence[TrainingRun], job: slurm.Job, files: Mapping[Path, str])
         SlurmAway: slurmctld does not answer. It may have accepted the job, as the message says.
     """
     try:
-        slurm.test([*job.waiting(), *job.arguments()], job.script())
+        job.test()
     except slurm.SlurmAway as error:
         raise slurm.SlurmAway(f"{error}. Nothing was submitted; try again later") from None
     # Slurm writes to this folder as this user, and follows links.
@@ -456,7 +457,7 @@ def send(runs: Sequence[TrainingRun], job: slurm.Job, files: Mapping[Path, str])
     # sbatch returns; and Slurm does not create the folder of --output, without which a job dies
     # with no message.
     write_files(launch_files, folders)
-    job_id = slurm.submit(job)
+    job_id = job.submit()
     ids = [f"{job_id}_{index}" if job.is_array else job_id for index in range(len(runs))]
     for index, (run_job_id, run) in enumerate(zip(ids, runs)):
         claim_version(run.directory)
@@ -471,7 +472,7 @@ def send(runs: Sequence[TrainingRun], job: slurm.Job, files: Mapping[Path, str])
     return ids
 
 
-def _launch_files(run: TrainingRun, job: slurm.Job, source: Source) -> dict[Path, str]:
+def _launch_files(run: TrainingRun, job: Job, source: Source) -> dict[Path, str]:
     """Return the files of RUN/launch, which the job reads, with their texts.
 
     The job reads these copies only, so edits of the user's config and site files while the job
@@ -570,7 +571,7 @@ def sweep(
         site,
         request,
         concurrent or len(runs),
-        slurm.job_name(".".join(folder.parts[-2:])),
+        slurm_job.job_name(".".join(folder.parts[-2:])),
         folder / LOGS,
     )
     if dry_run:

@@ -395,7 +395,8 @@ class Evaluator:
         losses = run_schedule(
             self.chunks,
             batches,
-            _token_losses,
+            # The scalar that a schedule expects, and the losses in nats to keep.
+            lambda losses: (losses.sum(), losses.float()),
             forward_only=True,
             schedule_module=self.schedule_module,
             scored=scored,
@@ -482,11 +483,6 @@ def _eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for module in modules:
             module.train(training)
-
-
-def _token_losses(losses: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (the scalar that a schedule expects, the losses in nats to keep)."""
-    return losses.sum(), losses.float()
 
 
 class _Totals:

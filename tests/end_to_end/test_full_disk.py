@@ -28,7 +28,7 @@ SHORT = ("evaluation.lengths=[32]", "evaluation.max_tokens=512", "checkpoint.int
 DISK_BYTES = 4_000_000
 FEW_FILES = (
     "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40)); "
-    "from pretrain.cli.main import main; main()"
+    "from pretrain.__main__ import main; main()"
 )
 
 

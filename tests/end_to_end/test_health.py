@@ -36,7 +36,7 @@ def damaged(run, *args):
     return step
 
 queue_step, loop.queue_step = loop.queue_step, damaged
-from pretrain.cli.main import main
+from pretrain.__main__ import main
 main()
 """
 

@@ -14,7 +14,7 @@ from tests.end_to_end.commands import explained, forked, metrics, sets, succeeds
 from tests.unit.test_metrics import wandb_history, wandb_records
 
 WITHOUT_WANDB = (
-    "import sys; sys.modules['wandb'] = None; from pretrain.cli.main import main; "
+    "import sys; sys.modules['wandb'] = None; from pretrain.__main__ import main; "
     "sys.argv = ['pretrain', *sys.argv[1:]]; main()"
 )
 

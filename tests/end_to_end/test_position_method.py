@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from pretrain.cli import main as cli
+from pretrain import __main__ as cli
 from pretrain.config import RunConfig, load_config
 from pretrain.config.errors import ConfigError, Refusal
 from pretrain.model.gpt import build_model

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.launcher.site import parse_site
-from pretrain.launcher.slurm import Job, launcher_command
+from pretrain.launcher.slurm_job import Job, launcher_command
 from tests.end_to_end.commands import TIMEOUT_SECONDS, wait_for
 from tests.unit.test_site import CPU
 

@@ -19,7 +19,7 @@ from pretrain.config.arguments import expand_home
 from pretrain.rundir.paths import ExitCode
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = {"pretrain": "pretrain.cli.main", "launcher": "pretrain.launcher.__main__"}
+COMMANDS = {"pretrain": "pretrain.__main__", "launcher": "pretrain.launcher.__main__"}
 MODULES = {"pretrain": "pretrain", "launcher": "pretrain.launcher"}
 # argv[0] as the installed script has it. Says at the end if the slow import was made.
 SCRIPT = """

@@ -22,7 +22,7 @@ from pretrain.launcher.evaluations import (
     write_plan,
 )
 from pretrain.launcher.site import parse_site
-from pretrain.launcher.slurm import Job
+from pretrain.launcher.slurm_job import Job
 from pretrain.rundir.checkpoints import checkpoints_awaiting_evaluation
 from pretrain.rundir.paths import RunPaths
 from tests.conftest import tiny_config

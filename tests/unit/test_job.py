@@ -14,7 +14,7 @@ import tomli_w
 from pretrain.config import ConfigError, RunFailed, dump_config, load_config
 from pretrain.launcher.cli import app as launcher
 from pretrain.launcher.site import SlurmRequest, parse_site
-from pretrain.launcher.slurm import OUR_OPTIONS, Job
+from pretrain.launcher.slurm_job import OUR_OPTIONS, Job
 from pretrain.launcher.submit import (
     TrainingRun,
     allocate,

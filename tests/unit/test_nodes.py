@@ -7,7 +7,7 @@ import pytest
 
 from pretrain.launcher.job import choose_nodes
 from pretrain.launcher.ranks import _stuck_nodes
-from pretrain.launcher.slurm import lead_seconds, nodes_of_ranks
+from pretrain.launcher.slurm_job import lead_seconds, nodes_of_ranks
 from pretrain.launcher.supervise import count_failures, failing_nodes, why_permanent
 from pretrain.rundir.attempts import AttemptRecord, Diagnosis, Ended, Owner
 from pretrain.rundir.paths import ExitCode

@@ -8,7 +8,7 @@ import tomli_w
 
 from pretrain.config import ConfigError
 from pretrain.launcher.site import Site, load_site, parse_site
-from pretrain.launcher.slurm import seconds_of, share_of_memory
+from pretrain.launcher.slurm_job import seconds_of, share_of_memory
 
 ROOT = Path(__file__).parents[2]
 CPU = {"name": "here", "nodes": 2, "tasks_per_node": 4, "cpus_per_node": 8}
