@@ -45,7 +45,7 @@ LAUNCHER_USES |= {"pretrain.topology"}
 LAUNCHER_FLOORS = [
     {f"{LAUNCHER}.{name}" for name in names.split()}
     for names in (
-        "agent slurm site",
+        "agent slurm slurm_job site",
         "supervise",
         "ranks status submit",
         "evaluations preflight",
