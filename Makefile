@@ -61,6 +61,8 @@ $(SETUP): pyproject.toml constraints.txt requirements-demo.txt
 	    echo 'error: $(PYTHON) cannot make virtual environments: apt-get install python3-venv' >&2; \
 	    exit 1; }
 	$(PYTHON) -m venv .venv
+	@# Debian 12's pip, 23.0, takes twice as long to choose what to install.
+	$(BIN)/pip install --no-compile 'pip>=25'
 	$(BIN)/pip install --no-compile -c constraints.txt -e '.[test,data,wandb,lint,docs]'
 	$(BIN)/pip install --no-compile --no-deps --require-hashes -r requirements-demo.txt
 	@# Where PYTHONDONTWRITEBYTECODE is set, every rank would compile what it imports, for seconds.
