@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from pretrain.config import RunConfig, load_config, parse_config
+from pretrain.platform import make_caches_private
 from pretrain.topology import finish
 
 warnings.simplefilter("ignore")
@@ -32,6 +33,9 @@ if not torch.cuda.is_available():
 # Otherwise each process that compiles starts two of its own, each of which imports torch, and
 # compiles programs to learn what the processor says of itself, too: 7 s.
 os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
+# One cache for ranks that a test starts by a command and those that it runs itself: each would
+# compile the headers, which takes 5 s.
+make_caches_private()
 # pytest-xdist sets the width of a terminal, to which the processes of its tests would cut tables.
 os.environ.pop("COLUMNS", None)
 # A non-interactive shell starts background jobs with SIGINT ignored, and nohup ignores SIGHUP.

@@ -2,7 +2,7 @@
 
 A run on two ranks under `launcher local` saves after every second step. A rank, rank 0, a writing
 process, the launcher or all of them at once are killed again and again. In the end the run is, bit
-for bit, the one that nobody disturbed. Its layers are compiled, except in the torture.
+for bit, the one that nobody disturbed. Parts of it are compiled, except in the longest torture.
 
 The processes that are killed are forked (tests/end_to_end/forks.py), because the imports of each
 start would take longer than the rest of it. Those of the undisturbed run are not.
@@ -234,7 +234,9 @@ def numbers(run: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("fusion", "kills"),
     [
-        ("layers", KILLS),
+        # As on a GPU.
+        ("on", KILLS),
+        pytest.param("layers", KILLS, marks=pytest.mark.torture),
         pytest.param("auto", TORTURE_KILLS, marks=[pytest.mark.torture, pytest.mark.timeout(0)]),
     ],
 )
