@@ -1,4 +1,4 @@
-"""Speak to Slurm: only this file and slurm_job.py know its commands, options, states and messages.
+"""Speak to Slurm: only this file and slurm_job.py know its commands, states and variables.
 
 The rest of the launcher asks in plain terms: is a job over, which nodes does it hold, put it back
 into the queue. Each command is an argument list without a shell, and a failure raises an error with
@@ -24,8 +24,8 @@ from pretrain.rundir.jobs import job_id_of
 # ---- Run one of Slurm's commands, without a shell, and tell its failures apart ----
 
 
-def words(text: str) -> frozenset[str]:
-    """Return the words of a text."""
+def names_in(text: str) -> frozenset[str]:
+    """Return the names that a text lists, separated by white space."""
     return frozenset(text.split())
 
 
@@ -44,7 +44,7 @@ _NO_CLUSTER = re.compile(
     re.IGNORECASE,
 )
 """Messages of Slurm's commands on a machine that belongs to no cluster."""
-_RANK_VARIABLES = words(
+_RANK_VARIABLES = names_in(
     """
     RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT PRETRAIN_ATTEMPT
     PRETRAIN_RENDEZVOUS
@@ -52,7 +52,7 @@ _RANK_VARIABLES = words(
 )
 """Variables that tell a process which rank it is. sbatch passes its environment on to the job, and
 the rank of a process that submits must not become the rank of the job's processes."""
-_KEPT = words(
+_KEPT = names_in(
     """
     SLURM_CONF SLURM_CONF_SERVER SLURM_CLUSTERS SLURM_JWT SBATCH_PARTITION SBATCH_ACCOUNT
     SBATCH_QOS SBATCH_CONSTRAINT SBATCH_RESERVATION SBATCH_WCKEY
@@ -230,7 +230,7 @@ TRIES = 5
 once if the answer is just shown, or is asked for again later."""
 RETRY_SECONDS = 1.0
 """Time between two of these tries."""
-OVER = words(
+OVER = names_in(
     """
     BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED
     TIMEOUT

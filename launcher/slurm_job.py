@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # ---- The options of sbatch and srun that the launcher sets itself, and refuses elsewhere ----
 
 
-OUR_OPTIONS = slurm.words(
+OUR_OPTIONS = slurm.names_in(
     """
     account array batch chdir constraint cpus-per-task dependency export gpus-per-node help
     job-name mem nodes no-requeue ntasks ntasks-per-node open-mode output error input no-kill
@@ -38,7 +38,7 @@ OUR_OPTIONS = slurm.words(
 """Options of sbatch that a site file may not give: most are set in `Job.arguments`, and the others
 would change behavior on which the launcher relies. sbatch also accepts any unambiguous beginning of
 an option's name."""
-SRUN_OPTIONS = slurm.words(
+SRUN_OPTIONS = slurm.names_in(
     """
     chdir cpus-per-task error exclude export gpus-per-node input jobid job-name kill-on-bad-exit
     label multi-prog nodelist nodes ntasks ntasks-per-node output pty signal test-only time wait
@@ -496,7 +496,7 @@ def excluding(options: Sequence[str], nodes: Sequence[str]) -> list[str]:
     return [*options, begin + ",".join([*given, *nodes])]
 
 
-# ---- The commands of job steps, and what they say about their tasks ----
+# ---- The commands of job steps, and how many tasks they have, on which nodes ----
 
 
 def own_step(

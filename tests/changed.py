@@ -24,6 +24,7 @@ LINKED = ("kernels", "launcher")
 """Folders whose modules are named below pretrain."""
 
 ENTRANCES = (
+    "pretrain/__main__.py",
     "pretrain/cli/",
     "launcher/cli.py",
     "tests/conftest.py",

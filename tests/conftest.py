@@ -33,8 +33,8 @@ if not torch.cuda.is_available():
 # Otherwise each process that compiles starts two of its own, each of which imports torch, and
 # compiles programs to learn what the processor says of itself, too: 7 s.
 os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
-# One cache for ranks that a test starts by a command and those that it runs itself: each would
-# compile the headers, which takes 5 s.
+# Ranks that a test starts by a command and ranks that it runs itself share one cache. Otherwise
+# each kind would compile torch's C++ headers again, which takes 5 s.
 make_caches_private()
 # pytest-xdist sets the width of a terminal, to which the processes of its tests would cut tables.
 os.environ.pop("COLUMNS", None)

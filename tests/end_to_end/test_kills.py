@@ -2,7 +2,8 @@
 
 A run on two ranks under `launcher local` saves after every second step. A rank, rank 0, a writing
 process, the launcher or all of them at once are killed again and again. In the end the run is, bit
-for bit, the one that nobody disturbed. Parts of it are compiled, except in the longest torture.
+for bit, the one that nobody disturbed. Its fused operations are compiled; in `make torture`, whole
+layers too, and nothing in the 500 kills.
 
 The processes that are killed are forked (tests/end_to_end/forks.py), because the imports of each
 start would take longer than the rest of it. Those of the undisturbed run are not.
@@ -234,7 +235,7 @@ def numbers(run: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("fusion", "kills"),
     [
-        # As on a GPU.
+        # What "auto" chooses on a GPU.
         ("on", KILLS),
         pytest.param("layers", KILLS, marks=pytest.mark.torture),
         pytest.param("auto", TORTURE_KILLS, marks=[pytest.mark.torture, pytest.mark.timeout(0)]),
@@ -243,14 +244,14 @@ def numbers(run: Path) -> list[dict[str, Any]]:
 def test_a_run_that_is_killed_again_and_again_is_the_undisturbed_one(
     config, workspace, fusion, kills, capsys
 ):
-    whole = workspace / f"runs/not-killed-{kills}"
+    whole = workspace / f"runs/not-killed-{fusion}-{kills}"
     succeeded(fresh(command(config, whole, fusion)))
     counts: Counter[str] = Counter()
     dice, round_number, made = random.Random(kills), 0, 0
     # At least one kill falls inside a save, which a round begins with.
     while made < kills or not counts["inside a save"]:
         round_number += 1
-        run = workspace / f"runs/killed-{kills}-{round_number}"
+        run = workspace / f"runs/killed-{fusion}-{kills}-{round_number}"
         left = min(KILLS_OF_A_RUN, max(1, kills - made))
         counts += disturbed(command(config, run, fusion), run, left, dice)
         made = counts.total() - counts["inside a save"]
