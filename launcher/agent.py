@@ -34,7 +34,9 @@ BEAT_SECONDS = 20.0
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that Slurm may send to the agent alone, or to all processes of the step."""
 BLOCKED_AT_START = (signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that end a rank which has no handlers yet; it unblocks them itself."""
+"""Signals that end a rank which has no handlers yet, for which Python has to start first. A rank
+unblocks them itself once it can handle them: `pretrain train` before anything else
+(pretrain/training/reporter.py), srun once it has started its tasks."""
 NOT_STARTED = 127
 """The code of a rank whose command cannot be executed, as in a shell."""
 

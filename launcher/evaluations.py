@@ -283,9 +283,9 @@ def plan_evaluations(
     request: EvaluationRequest,
     config: RunConfig,
     run: Path,
-    training: slurm_job.Job,
-    tasks: int | None = None,
-    time_limit: str | None = None,
+    site: Site,
+    tasks: int,
+    time_limit: str | None,
 ) -> Plan:
     """Return the plan for the checkpoints of a run.
 
@@ -297,9 +297,9 @@ def plan_evaluations(
         request: The lengths and protocols to measure.
         config: The run's config.
         run: The run's directory.
-        training: The job that trains the run. Its site and directory are used.
-        tasks: GPUs of one evaluation, on one node; by default as many as training has on each.
-        time_limit: Time limit of one evaluation; by default training's.
+        site: The cluster.
+        tasks: GPUs of one evaluation, on one node.
+        time_limit: Time limit of one evaluation; None for the partition's default.
 
     Raises:
         ConfigError: The model cannot be evaluated as requested, for example at a length beyond its
@@ -310,7 +310,6 @@ def plan_evaluations(
     split = ("sequence_parallel", "context_parallel_size", "world_size")
     whole = parse_config(values, str(run), [f"parallel.{key}=" for key in split])
     request.applied_to(whole, str(run))
-    site, tasks = training.site, tasks or training.tasks_per_node
     if tasks > site.max_tasks_per_node:
         raise ConfigError(
             f"--nproc {tasks}: a node of site {site.name} takes {site.max_tasks_per_node}. "
@@ -319,15 +318,15 @@ def plan_evaluations(
     tensor = config.parallel.tensor_model_parallel_size
     is_split = tensor > 1 and tasks % tensor == 0
     # Jobs of one name wait for each other. The hash separates runs whose shortened names are equal.
+    name = slurm_job.job_name(".".join(run.parts[-2:]))
     digest = hashlib.sha256(os.fsencode(run)).hexdigest()[:8]
-    time_limit = time_limit or training.time_limit
     # An evaluation saves nothing before its time limit, so it needs no time before the signal.
     check_time(time_limit, 0)
     return Plan(
         request=request,
-        name=slurm_job.job_name(f"eval-{training.name[:40]}-{digest}"),
+        name=slurm_job.job_name(f"eval-{name[:40]}-{digest}"),
         site=site,
-        directory=str(training.directory),
+        directory=str(Path.cwd()),
         tasks_per_node=tasks,
         time_limit=time_limit,
         overrides=(f"parallel.tensor_model_parallel_size={tensor}",) if is_split else (),
@@ -365,17 +364,8 @@ def evaluate_run(
         raise ConfigError(
             f"{run}: not a run's directory (no config.toml). Give the run.directory of its config"
         )
-    # The run's own job may be long over. This job, with whole nodes of the site, takes its place.
-    training = slurm_job.Job(
-        slurm_job.job_name(".".join(run.parts[-2:])),
-        site,
-        Path.cwd(),
-        RunPaths(run).logs,
-        (),
-        tasks_per_node=site.max_tasks_per_node,
-        time_limit=site.time_limit,
-    )
-    plan = plan_evaluations(request, load_config(config), run, training, tasks, time_limit)
+    tasks, time_limit = tasks or site.max_tasks_per_node, time_limit or site.time_limit
+    plan = plan_evaluations(request, load_config(config), run, site, tasks, time_limit)
     # Written before the jobs are submitted, because they read the plan when they start.
     write_plan(run, plan)
     # A folder with failed.json takes the place of a result. When it is removed, the checkpoint

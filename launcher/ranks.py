@@ -20,8 +20,13 @@ from typing import IO
 from pretrain.config import ConfigError, RunConfig, dump_config, writing
 from pretrain.config.errors import moment, say
 from pretrain.launcher import agent, slurm, slurm_job
-from pretrain.launcher.supervise import SIGNAL_CODE, Signals, Supervisor, signals_blocked
-from pretrain.processes import KILL_AFTER_SECONDS, dies_with_parent, terminate
+from pretrain.launcher.supervise import SIGNAL_CODE, Signals, Supervisor
+from pretrain.processes import (
+    KILL_AFTER_SECONDS,
+    dies_with_parent,
+    signals_blocked,
+    terminate,
+)
 from pretrain.rundir.attempts import Attempt, Owner
 from pretrain.rundir.checkpoints import saved_checkpoints
 from pretrain.rundir.files import (
@@ -298,7 +303,7 @@ def start_srun(
         ConfigError: srun cannot be started.
     """
     try:
-        with signals_blocked():
+        with signals_blocked(*agent.BLOCKED_AT_START):
             # In its own process group, because a signal that is sent to the group of this process
             # must reach the ranks only once, passed on by the supervisor.
             return subprocess.Popen(
@@ -472,7 +477,7 @@ class LocalRanks:
         bind = dies_with_parent()
         head = f"--- attempt {attempt}, {moment(time.time())} ---\n"
         try:
-            with signals_blocked():
+            with signals_blocked(*agent.BLOCKED_AT_START):
                 for rank in range(nproc):
                     variables = _rank_environment(rank, nproc) | dict(environment or {})
                     with open_own(paths.rank_log(rank), "ab", buffering=0) as log:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from pretrain.config import ConfigError, RunFailed
 from pretrain.config.errors import say
+from pretrain.processes import signals_blocked
 from pretrain.rundir.jobs import job_id_of
 
 # ---- Run one of Slurm's commands, without a shell, and tell its failures apart ----
@@ -100,19 +101,18 @@ def run_command(
         # Times in unix seconds instead of a format without a time zone.
         environment["SLURM_TIME_FORMAT"] = "%s"
     try:
-        # The command inherits the mask of this thread.
-        before = signals.pthread_sigmask(signals.SIG_BLOCK, [signals.SIGTERM])
-        answer = subprocess.run(
-            [program, *arguments],
-            input=script,
-            stdin=subprocess.DEVNULL if script is None else None,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            env=environment,
-            timeout=COMMAND_SECONDS,
-            check=False,
-        )
+        with signals_blocked(signals.SIGTERM):
+            answer = subprocess.run(
+                [program, *arguments],
+                input=script,
+                stdin=subprocess.DEVNULL if script is None else None,
+                capture_output=True,
+                encoding="utf-8",
+                errors="replace",
+                env=environment,
+                timeout=COMMAND_SECONDS,
+                check=False,
+            )
     except FileNotFoundError:
         raise NoSlurm(
             f"{program}: no such command here. Slurm's commands are on the login nodes of a "
@@ -120,8 +120,6 @@ def run_command(
         ) from None
     except subprocess.TimeoutExpired:
         raise SlurmAway(f"{program}: {AWAY} within {COMMAND_SECONDS:.0f} s") from None
-    finally:
-        signals.pthread_sigmask(signals.SIG_SETMASK, before)
     if answer.returncode:
         words = words_of(answer.stderr or answer.stdout) or f"exit code {answer.returncode}"
         # Inside a job there must be a cluster, so its configuration is missing only for a moment.

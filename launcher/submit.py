@@ -295,7 +295,7 @@ def submit(
     request: SlurmRequest,
     *,
     dry_run: bool = False,
-    plan: Callable[[RunConfig, Path, Job], object] | None = None,
+    plan: Callable[[RunConfig, Path, Site, int, str | None], object] | None = None,
     allow_changed: Sequence[str] = (),
 ) -> None:
     """Submit one run as one job, or with `dry_run` print the job and write nothing.
@@ -333,7 +333,7 @@ def submit(
     job = training_job([run], site, request)
     files = {}
     if plan:
-        planned = str(plan(config, run.directory, job))
+        planned = str(plan(config, run.directory, site, run.tasks_per_node, job.time_limit))
         files[RunPaths(run.directory).evaluation_plan] = planned
     if dry_run:
         print_dry_run([run], job, files)

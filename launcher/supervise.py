@@ -48,7 +48,6 @@ from typing import Any, NamedTuple, Protocol
 from pretrain.config import ConfigError, RunConfig, RunFailed
 from pretrain.config.errors import remedy, say
 from pretrain.launcher import slurm
-from pretrain.launcher.agent import BLOCKED_AT_START
 from pretrain.processes import Repeater, in_background
 from pretrain.rundir.attempts import (
     HEARTBEAT_SECONDS,
@@ -159,23 +158,6 @@ def _ancestors() -> Iterator[int]:
         # Field 4 of proc(5); field 2, the command, may hold spaces and parentheses.
         fields = read_text(Path(f"/proc/{pid}/stat")).rpartition(") ")[2].split()
         pid = int(fields[1]) if fields else 0
-
-
-@contextmanager
-def signals_blocked() -> Iterator[None]:
-    """Start processes inside this context with SIGUSR1 and SIGUSR2 blocked.
-
-    The default action of both signals is to end the process, and a rank needs seconds to install
-    its handlers, because Python has to start first. A child inherits the signal mask through fork
-    and exec, and a signal that arrives while it is blocked stays pending. So the child itself
-    unblocks both signals once it can handle them: `pretrain train` before anything else
-    (pretrain/training/reporter.py), srun once it has started its tasks.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_AT_START)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # ---- Detect from an attempt's progress file that its ranks are stuck ----

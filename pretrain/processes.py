@@ -237,8 +237,7 @@ def start_beside(
     # Not `-m`, which would look in the current directory first; that is where users keep scripts.
     program = f"import sys; sys.path.append(sys.argv.pop()); import {module} as m; m.main()"
     root = str(Path(__file__).parents[1])
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SENT_TO_ALL)
-    try:
+    with signals_blocked(*_SENT_TO_ALL):
         return subprocess.Popen(
             [sys.executable, "-P", "-c", program, *arguments, root],
             stdin=subprocess.PIPE,
@@ -246,6 +245,18 @@ def start_beside(
             text=True,
             pass_fds=pass_fds,
         )
+
+
+@contextlib.contextmanager
+def signals_blocked(*numbers: int) -> Iterator[None]:
+    """Start processes inside this context with these signals blocked.
+
+    A child inherits the signal mask of this thread through fork and exec. A signal that arrives
+    while it is blocked stays pending.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

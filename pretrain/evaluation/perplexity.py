@@ -155,30 +155,20 @@ class Evaluation:
     cost: Mapping[str, float] = field(default_factory=dict)
     """One of `records.COSTS` -> cost of the scoring; empty if it was not measured."""
 
-    @property
-    def perplexity(self) -> float:
-        """Return exp(loss); infinity beyond 700 nats."""
-        return bounded_exp(self.loss_nats)
-
-    @property
-    def bits_per_byte(self) -> float:
-        """Return the loss in bits per byte of the text; NaN without bytes."""
-        bits = self.loss_nats * self.tokens / math.log(2)
-        return bits / self.bytes if self.bytes else math.nan
-
     def record(self) -> dict[str, Any]:
         """Return the measured values, under the keys of records.FIELDS."""
         name, stride, length = self.protocol.key
         low, high = confidence_interval(self.block_losses, self.block_tokens)
+        bits = self.loss_nats * self.tokens / math.log(2)
         return {
             "protocol": name,
             "stride": stride,
             "length": length,
-            "perplexity": self.perplexity,
+            "perplexity": bounded_exp(self.loss_nats),
             "loss_nats": self.loss_nats,
             "loss_low": low,
             "loss_high": high,
-            "bits_per_byte": self.bits_per_byte if self.bytes else None,
+            "bits_per_byte": bits / self.bytes if self.bytes else None,
             "tokens": self.tokens,
             "bytes": self.bytes or None,
         }

@@ -788,10 +788,9 @@ def full_name(curve: Curve) -> str:
     return f"{curve.name}, L = {curve.train_length}"
 
 
-def length_in_words(length: int, train_length: int | None) -> str:
+def length_in_words(length: int, train_length: int) -> str:
     """Return a length as in "256 tokens (2 L)"."""
-    relative = f" ({relative_length(length / train_length)})" if train_length else ""
-    return f"{length} tokens{relative}"
+    return f"{length} tokens ({relative_length(length / train_length)})"
 
 
 def _range(counts: Sequence[int]) -> str:

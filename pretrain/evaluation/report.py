@@ -297,7 +297,9 @@ EXPLAINED = (
     "Two values of one text are compared block by block: the range behind a ratio is that in which "
     "noise puts it. With several seeds, theirs is added to the text's, as a sum of squares: "
     "Student's t, in pairs if both have the same seeds. Where losses by block are not known, the "
-    "two 95 % intervals take the text's place. A range that holds 1 shows no difference."
+    "two 95 % intervals take the text's place. A range that holds 1 shows no difference. Between a "
+    "mean of seeds and one run, the noise of seeds counts; between two evaluations of one model "
+    "there is none."
 )
 CLAIMS_EXPLAINED = (
     "The claims are those of `pretrain study`, most of them of the paper (Press, Smith and Lewis, "

@@ -99,10 +99,8 @@ class Protocol:
         """Yield the windows over a stream of `tokens` tokens; for STREAM, the pieces."""
         if self.name == MASKED:
             return whole(tokens, self.length)
-        if self.name == STREAM:
-            return sliding(tokens, self.pass_length, self.pass_length)
-        _, stride, length = self.key
-        return sliding(tokens, length, stride)
+        stride = self.stride if self.name == SLIDING else self.pass_length
+        return sliding(tokens, self.pass_length, stride)
 
 
 def whole(tokens: int, length: int) -> Iterator[Window]:

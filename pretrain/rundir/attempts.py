@@ -537,10 +537,7 @@ class Attempt:
             with writing(run):
                 make_directory(attempts)
                 _prepare(prepared, _with_checkpoint(owner, run))
-            number = max(attempt_numbers(attempts), default=0)
-            newest = attempt_directory(run, number)
-            if number and _is_held(newest, owner, job_is_over):
-                raise _busy(run, number)
+            number = check_free(run, owner, job_is_over)
             final = attempt_directory(run, number + 1)
             try:
                 with writing(run):
@@ -659,17 +656,24 @@ class Attempt:
         replace_json(folder / ENDED, dataclasses.asdict(ended), durable=True)
 
 
-def check_free(run: Path) -> None:
+def check_free(run: Path, mine: Owner | None = None, job_is_over: JobIsOver = unknown) -> int:
     """Check that nobody is making an attempt at a run, without beginning one.
 
-    Slurm is not asked about the job of an owner.
+    Args:
+        run: The run's directory.
+        mine: The owner of an attempt that this process would make; this process by default.
+        job_is_over: Asks Slurm about the job of another owner; by default Slurm is not asked.
+
+    Returns:
+        The number of the newest attempt; 0 if there is none.
 
     Raises:
         RunBusy: A holder is alive.
     """
     number = max(attempt_numbers(RunPaths(run).attempts), default=0)
-    if number and _is_held(attempt_directory(run, number), Owner.here(), unknown):
+    if number and _is_held(attempt_directory(run, number), mine or Owner.here(), job_is_over):
         raise _busy(run, number)
+    return number
 
 
 # ---- is the other holder dead? -------------------------------------------------------------------

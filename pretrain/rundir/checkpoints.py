@@ -157,15 +157,19 @@ def unheld(checkpoint: Path) -> Iterator[bool]:
     except PermissionError:
         descriptor = os.open(path, os.O_RDONLY)
     try:
-        try:
-            with _passing_over_unsupported():
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True
+        yield lock_alone(descriptor)
     finally:
         release(descriptor)
+
+
+def lock_alone(descriptor: int) -> bool:
+    """Lock a file exclusively; return False if another process has locked it."""
+    try:
+        with _passing_over_unsupported():
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def release(descriptor: int) -> None:

@@ -22,7 +22,6 @@ from pretrain.launcher.evaluations import (
     write_plan,
 )
 from pretrain.launcher.site import parse_site
-from pretrain.launcher.slurm_job import Job
 from pretrain.rundir.checkpoints import checkpoints_awaiting_evaluation
 from pretrain.rundir.paths import RunPaths
 from tests.conftest import tiny_config
@@ -63,24 +62,10 @@ def evaluating(run, seconds=0.0):
     return lambda out: Shell(script, out, run / "begun", seconds)
 
 
-def make_training(run, tasks_per_node=8):
-    return Job(
-        name="demo.alibi",
-        site=SITE,
-        directory=run,
-        logs=run / "logs",
-        commands=(("true",),),
-        nodes=2,
-        tasks_per_node=tasks_per_node,
-        time_limit="12:00:00",
-        signal_seconds=120,
-    )
-
-
 def planned(run, **changes):
     """Write a plan for evaluations into a run's directory, and return it."""
     request = EvaluationRequest((32, 64), ("nonoverlapping",), None, 1000)
-    plan = plan_evaluations(request, tiny_config(**changes), run, make_training(run))
+    plan = plan_evaluations(request, tiny_config(**changes), run, SITE, 8, "12:00:00")
     write_plan(run, plan)
     return plan
 
@@ -112,8 +97,7 @@ def test_tensor_parallelism_is_kept_where_it_fits(tmp_path, tensor, tasks, kept)
     parallel = {"pipeline_model_parallel_size": 2, "context_parallel_size": 8}
     parallel |= {"tensor_model_parallel_size": tensor, "world_size": 16 * tensor}
     config = tiny_config(parallel=parallel, batch={"micro_batch_size": 4, "global_batch_size": 4})
-    training = make_training(tmp_path)
-    plan = plan_evaluations(request, config, tmp_path, training, tasks, "30")
+    plan = plan_evaluations(request, config, tmp_path, SITE, tasks, "30")
     assert plan.overrides == ((f"parallel.tensor_model_parallel_size={tensor}",) if kept else ())
     assert (plan.tasks_per_node, plan.time_limit) == (tasks, "30")
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import io
 import json
 import os
@@ -34,7 +33,7 @@ from pretrain.data.files import look
 from pretrain.data.shards import FORMAT_VERSION, Split
 from pretrain.data.sources import Corpus, Piece, Task
 from pretrain.rundir.attempts import Owner
-from pretrain.rundir.checkpoints import UNSUPPORTED, is_same_file, release
+from pretrain.rundir.checkpoints import is_same_file, lock_alone, release
 from pretrain.rundir.files import (
     PARTIAL,
     Json,
@@ -119,19 +118,13 @@ def _lock(folder: BuildFolder) -> int:
         except FileNotFoundError:
             # Its builder has finished and removed the folder in the meantime.
             continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock_alone(descriptor):
             os.close(descriptor)
             owner = from_json(Owner, read_json(path)) or Owner()
             raise ConfigError(
                 f"{folder.path}: this data set is being built by {owner}. Wait for its end, or end "
                 f"it (kill {owner.pid} on {owner.host}); what it has finished is kept"
-            ) from None
-        except OSError as error:
-            if error.errno not in UNSUPPORTED:
-                os.close(descriptor)
-                raise
+            )
         # The builder that held the lock may have removed the file since it was opened above.
         if is_same_file(descriptor, path):
             break

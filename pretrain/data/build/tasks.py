@@ -62,6 +62,7 @@ from pretrain.data.clean import (
 from pretrain.data.files import reading
 from pretrain.data.shards import ShardWriter
 from pretrain.data.tokenizer import find_tokenizer, load_tokenizer
+from pretrain.processes import signals_blocked
 from pretrain.rundir.files import Json
 
 SCANNED = np.dtype([("hash", "<u8"), ("piece", "<u4"), ("offset", "<u8"), ("bytes", "<u8")])
@@ -497,11 +498,8 @@ def _workers(count: int, folder: BuildFolder, stage: Stage) -> Iterator[list[Con
     context.set_forkserver_preload([__name__])
     # Only the builder handles Ctrl-C. The others inherit that it is blocked from their start.
     resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
+    with signals_blocked(signal.SIGINT):
         forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     processes, pipes = [], []
     workers_end, own_end = context.Pipe(duplex=False)
     try:
