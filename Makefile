@@ -67,7 +67,7 @@ $(SETUP): pyproject.toml constraints.txt requirements-demo.txt
 	$(BIN)/pip install --no-compile --no-deps --require-hashes -r requirements-demo.txt
 	@# Where PYTHONDONTWRITEBYTECODE is set, every rank would compile what it imports, for seconds.
 	@# pip compiles on one core, this on all. Some libraries have files for other versions of Python.
-	@# Tests of libraries, pip and most models of transformers, a third of all, are never imported.
+	@# Tests of libraries, pip and most models of transformers, a third of all, are rarely imported.
 	@$(BIN)/python -m compileall -q pretrain launcher kernels
 	@$(BIN)/python -m compileall -qq -j 0 \
 	    -x '/(tests?|pip)/|/transformers/models/(?!__init__|auto/|bloom/|mpt/)' .venv/lib || true

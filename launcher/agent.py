@@ -34,7 +34,7 @@ BEAT_SECONDS = 20.0
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that Slurm may send to the agent alone, or to all processes of the step."""
 BLOCKED_AT_START = (signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that end a rank which has no handlers yet, for which Python has to start first. A rank
+"""Signals that end a process which has no handlers yet; Python takes seconds to start. A process
 unblocks them itself once it can handle them: `pretrain train` before anything else
 (pretrain/training/reporter.py), srun once it has started its tasks."""
 NOT_STARTED = 127

@@ -213,6 +213,20 @@ class Repeater(threading.Thread):
             self.join(seconds)
 
 
+@contextlib.contextmanager
+def signals_blocked(*numbers: int) -> Iterator[None]:
+    """Start processes inside this context with these signals blocked.
+
+    A child inherits the signal mask of this thread through fork and exec. A signal that arrives
+    while it is blocked stays pending.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 # ---- A process beside training -------------------------------------------------------------------
 _SENT_TO_ALL = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2,
@@ -245,20 +259,6 @@ def start_beside(
             text=True,
             pass_fds=pass_fds,
         )
-
-
-@contextlib.contextmanager
-def signals_blocked(*numbers: int) -> Iterator[None]:
-    """Start processes inside this context with these signals blocked.
-
-    A child inherits the signal mask of this thread through fork and exec. A signal that arrives
-    while it is blocked stays pending.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # ---- Run a command line, and turn every way in which it can end into an exit code ----------------

@@ -256,8 +256,10 @@ def titled(name: str) -> str:
     """Return the name of a result with the method's title: "ALiBi, 3 seeds"."""
     method = method_of(name)
     title = (METHODS[method].title or method) if method else name
+    title = title[:1].upper() + title[1:]
     rest = re.sub("^_(.*)", lambda m: f", {m[1].replace('_', ' ')}", name[len(method) :])
-    return title[:1].upper() + title[1:] + (rest if method else "")
+    # The name of a leaderboard's entry may begin with the title itself.
+    return title + re.sub(f"^, {re.escape(title)}(?=,|$)", "", rest) if method else title
 
 
 def _draw_line(axes: Axes, line: Line, look: Mapping[str, Any]) -> None:

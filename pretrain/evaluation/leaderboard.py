@@ -31,7 +31,7 @@ from pretrain.checkpoint.format import first_problem
 from pretrain.config import ConfigError, EvaluationRequest, RunFailed, writing
 from pretrain.config.run import STREAM
 from pretrain.evaluation import records as rec
-from pretrain.evaluation.figures import draw, lines_by_length, titled
+from pretrain.evaluation.figures import draw, lines_by_length
 from pretrain.evaluation.report import records_of
 from pretrain.evaluation.windows import SLIDING
 from pretrain.rundir.files import make_directory, read_json, replace_file
@@ -348,12 +348,9 @@ def _figures(rows: Sequence[Row]) -> Iterable[tuple[str, str]]:
     for text, members in rec.grouped(known, lambda row: row.group["text"]).items():
         # A curve is colored by its method, with which its name must begin. The entry's name follows
         # because entries of one method are not seeds of one curve.
-        named = [{**r.record, "method": _line_name(r), "run": r.file} for r in members]
+        named = [
+            {**row.record, "method": f"{row.record['method']}, {row.entry.name}", "run": row.file}
+            for row in members
+        ]
         lines, frame = lines_by_length(rec.make_curves(named), rec.BITS_PER_BYTE)
         yield text, base64.b64encode(draw(lines, frame)["svg"]).decode()
-
-
-def _line_name(row: Row) -> str:
-    """Return the method of an entry, then what the entry's name says beyond the method's title."""
-    method = row.record["method"]
-    return f"{method}, {row.entry.name.removeprefix(f'{titled(method)}, ')}"

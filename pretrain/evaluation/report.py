@@ -298,8 +298,8 @@ EXPLAINED = (
     "noise puts it. With several seeds, theirs is added to the text's, as a sum of squares: "
     "Student's t, in pairs if both have the same seeds. Where losses by block are not known, the "
     "two 95 % intervals take the text's place. A range that holds 1 shows no difference. Between a "
-    "mean of seeds and one run, the noise of seeds counts; between two evaluations of one model "
-    "there is none."
+    "mean of seeds and one run, the noise of seeds counts. Between two evaluations of one model "
+    "there is none, and between two single runs it is not known."
 )
 CLAIMS_EXPLAINED = (
     "The claims are those of `pretrain study`, most of them of the paper (Press, Smith and Lewis, "

@@ -293,6 +293,9 @@ def test_methods_have_the_names_that_people_know():
     names = ("t5", "alibi, 3 seeds", "alibi_trained_slopes", "transformer_xl", "runs/alibi")
     titles = "T5 bias; ALiBi, 3 seeds; ALiBi, trained slopes; Transformer-XL; Runs/alibi"
     assert "; ".join(map(figures.titled, names)) == titles
+    # Entries of the leaderboard.
+    assert figures.titled("alibi, ALiBi, demo") == "ALiBi, demo"
+    assert figures.titled("alibi, ALiBite") == "ALiBi, ALiBite"
 
 
 # ---- several tokenizers and texts ----------------------------------------------------------------
