@@ -61,7 +61,7 @@ $(SETUP): pyproject.toml constraints.txt requirements-demo.txt
 	    echo 'error: $(PYTHON) cannot make virtual environments: apt-get install python3-venv' >&2; \
 	    exit 1; }
 	$(PYTHON) -m venv .venv
-	@# Debian 12's pip, 23.0, takes twice as long to choose what to install.
+	@# pip 23, which Debian 12 has, takes twice as long to choose what to install.
 	$(BIN)/pip install --no-compile 'pip>=25,<27'
 	$(BIN)/pip install --no-compile -c constraints.txt -e '.[test,data,wandb,lint,docs]'
 	$(BIN)/pip install --no-compile --no-deps --require-hashes -r requirements-demo.txt
