@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 
-from pretrain.processes import dies_with_parent
+from pretrain.processes import SENT_TO_ALL, dies_with_parent
 
 MODULE = "pretrain.launcher.agent"
 SAYS = "rank agent: "
@@ -31,8 +31,6 @@ HELLO = 0
 """An order without effect. It only shows the agent that orders reach it."""
 BEAT_SECONDS = 20.0
 """Time between two reports while nothing happens."""
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that Slurm may send to the agent alone, or to all processes of the step."""
 BLOCKED_AT_START = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals that end a process which has no handlers yet; Python takes seconds to start. A process
 unblocks them itself once it can handle them: `pretrain train` before anything else
@@ -46,7 +44,8 @@ def main(command: list[str]) -> None:
     waked, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    for caught in (signal.SIGCHLD, *PASSED_ON):
+    # Slurm may send these to the agent alone, or to all processes of the step.
+    for caught in (signal.SIGCHLD, *SENT_TO_ALL):
         # Empty handlers: the number of the signal arrives through the pipe.
         signal.signal(caught, lambda number, frame: None)
     rank = _started(command)

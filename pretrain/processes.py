@@ -228,7 +228,7 @@ def signals_blocked(*numbers: int) -> Iterator[None]:
 
 
 # ---- A process beside training -------------------------------------------------------------------
-_SENT_TO_ALL = (
+SENT_TO_ALL = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2,
 )  # fmt: skip
 """What a launcher, Slurm or a terminal sends to all processes of a job. The training process acts
@@ -251,7 +251,7 @@ def start_beside(
     # Not `-m`, which would look in the current directory first; that is where users keep scripts.
     program = f"import sys; sys.path.append(sys.argv.pop()); import {module} as m; m.main()"
     root = str(Path(__file__).parents[1])
-    with signals_blocked(*_SENT_TO_ALL):
+    with signals_blocked(*SENT_TO_ALL):
         return subprocess.Popen(
             [sys.executable, "-P", "-c", program, *arguments, root],
             stdin=subprocess.PIPE,
