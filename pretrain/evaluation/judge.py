@@ -145,8 +145,11 @@ def gap(a: Curve, at_a: int, b: Curve, at_b: int) -> Gap:
 def _noise_of_seeds(a: Curve, at_a: int, b: Curve, at_b: int) -> float:
     """Return half of the 95 % interval of the difference of means over seeds, by Student's t.
 
-    Equal seeds are compared in pairs. Otherwise the seeds of both are independent samples of one
-    variance. One seed of each shows none: 0.
+    Seeds are independent of each other, but runs of one seed vary together, as they read the same
+    text in the same order. So the difference of the means is a sum of independent terms, one for
+    each seed, whose variances add: those of common seeds vary as they are seen to, and others as
+    the losses of both curves do. With equal seeds this is the paired interval, with no common seed
+    that of two samples of one variance. One seed of each shows no noise: 0.
     """
     # Here, as in `cluster_interval`.
     from scipy.special import stdtrit
@@ -155,16 +158,24 @@ def _noise_of_seeds(a: Curve, at_a: int, b: Curve, at_b: int) -> float:
         {source.seed: number(r["loss_nats"]) for source, r in zip(c.sources, c.records[at])}
         for c, at in ((a, at_a), (b, at_b))
     )
-    if of_a.keys() == of_b.keys():
-        samples, share = [np.array([of_a[seed] - of_b[seed] for seed in of_a])], 1 / len(of_a)
-    else:
-        samples = [np.array([*of_a.values()]), np.array([*of_b.values()])]
-        share = 1 / len(of_a) + 1 / len(of_b)
-    degrees = sum(len(sample) - 1 for sample in samples)
-    if degrees == 0:
+    pairs = [(of_a[seed] / len(of_a), of_b[seed] / len(of_b)) for seed in of_a.keys() & of_b.keys()]
+    pairs = pairs if len(pairs) > 1 else []
+    alone = sum((len(each) - len(pairs)) / len(each) ** 2 for each in (of_a, of_b))
+    # Variances and their degrees of freedom.
+    parts = []
+    if pairs:
+        terms = np.subtract(*np.transpose(pairs))
+        parts.append((len(pairs) * terms.var(ddof=1), len(pairs) - 1))
+    degrees = len(of_a) + len(of_b) - 2
+    if alone and degrees:
+        squares = sum(len(each) * np.var([*each.values()]) for each in (of_a, of_b))
+        parts.append((alone * squares / degrees, degrees))
+    variance = sum(part for part, _ in parts)
+    if variance == 0:
         return 0.0
-    squares = sum(np.square(sample - sample.mean()).sum() for sample in samples)
-    return float(stdtrit(degrees, 0.975) * np.sqrt(squares / degrees * share))
+    # The degrees of freedom of a sum of variances, after Welch and Satterthwaite.
+    effective = variance**2 / sum(part**2 / freedom for part, freedom in parts)
+    return float(stdtrit(effective, 0.975) * np.sqrt(variance))
 
 
 def _mean_loss(records: Sequence[Record]) -> float:
