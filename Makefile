@@ -5,7 +5,7 @@ SETUP := .venv/.installed
 DEMO := runs/demo
 STUDY := runs/study_demo
 
-# Even with -j: `make clean test` would remove what it makes.
+# One target at a time, even with -j: else `make clean test` would delete .venv while making it.
 .NOTPARALLEL:
 
 .PHONY: help setup demo study test test-changed torture lint docs clean
@@ -47,7 +47,7 @@ docs: $(SETUP)  ## build the documentation site in site/ (mkdocs-material)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo 'open site/index.html, or with search: $(BIN)/python -m http.server --directory site'
 
-clean:  ## remove .venv, caches and the demo's files; keeps other runs
+clean:  ## remove .venv, caches, runs/demo and runs/study_demo; keeps other runs
 	rm -rf .venv $(DEMO) $(STUDY) .pytest_cache .ruff_cache .mypy_cache build site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -336,7 +336,7 @@ def evaluate(
             every token before it, and memory does not grow with the text. Only for ALiBi, whose
             heads see no farther than their weights allow (pretrain reach).
         longppl: Also measure LongPPL (arXiv 2410.23771) against a short context of K tokens: the
-            perplexity of the tokens that the first source predicts much better with more context.
+            perplexity of the tokens that the first model predicts much better with more context.
         out: Write the results to this file, and plots and report.md beside it.
         text: Score this text instead of the validation split; can be repeated. Each file is one
             document. Needs only the run, not its data set.
@@ -520,8 +520,8 @@ def export(
     Args:
         programs: transformers (always written), vllm or llama.cpp.
         out: Directory to write the Hugging Face model to.
-        max_length: Longest sequence that the export accepts; MPT and OPT fail beyond it. Default:
-            16 training lengths, or the longest evaluated length if that is longer.
+        max_length: Longest sequence that the export accepts; MPT, OPT and GPT-2 fail beyond it.
+            Default: 16 training lengths, or the longest evaluated length if that is longer.
     """
     from pretrain.huggingface.export import export_source
 
@@ -550,7 +550,7 @@ def import_(
     tokenizer, which the run's data.tokenizer names.
 
     The checkpoint of a fairseq language model does not state its position method. --config states
-    it: the config of the run, which the checkpoint has at its last step. The checkpoint's options,
+    it: the config of the run, with the checkpoint's step as train.num_steps. The checkpoint's options,
     tensors and log probabilities are compared with it. Nothing in the file is executed.
 
     \b
@@ -706,7 +706,7 @@ def show(source: Source) -> None:
 
     \b
     Example:
-      pretrain checkpoint show runs/demo/alibi/checkpoints/step-00000100
+      pretrain checkpoint show runs/demo/alibi/checkpoints/step-00000320
     """
     from pretrain.checkpoint.tools import show_source
 
