@@ -550,8 +550,8 @@ def import_(
     tokenizer, which the run's data.tokenizer names.
 
     The checkpoint of a fairseq language model does not state its position method. --config states
-    it: the config of the run, with the checkpoint's step as train.num_steps. The checkpoint's options,
-    tensors and log probabilities are compared with it. Nothing in the file is executed.
+    it: the config of the run, with the checkpoint's step as train.num_steps. The options, tensors
+    and log probabilities of the checkpoint are compared with it. Nothing in the file is executed.
 
     \b
     Example:
