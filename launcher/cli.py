@@ -7,20 +7,18 @@ and describes its options.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pretrain.config import ConfigError, EvaluationRequest, load_config
+from pretrain.config import ConfigError, load_config
 from pretrain.config.arguments import (
     AllowChanged,
     Commands,
     Config,
-    Number,
-    Numbers,
+    Evaluations,
     Overrides,
     version_flag,
 )
@@ -39,31 +37,6 @@ SITE_HELP = "TOML file of your Slurm cluster. Copy one of the examples slurm/sit
 SiteFile = Annotated[Path, typer.Option(metavar="SITE", help=SITE_HELP)]
 TimeLimit = Annotated[str | None, typer.Option(metavar="LIMIT")]
 AtLeastOne = Annotated[int | None, typer.Option(min=1, metavar="N")]
-
-
-@dataclass(frozen=True)
-class Evaluations:
-    """The options that say what the evaluations of checkpoints measure.
-
-    Args:
-        lengths: Window lengths of evaluations in tokens, as in 128,512,2048. Default:
-            evaluation.lengths of the config, or 1, 2, 4, 8 and 16 times the training length, up to
-            the length of the text.
-        protocols: Protocols of evaluations: nonoverlapping, sliding, or both separated by a comma.
-        stride: Tokens from one sliding window to the next. Default: evaluation.stride of the
-            config, or the shortest length if that is shorter.
-        max_tokens: Score at most this many validation tokens. Default: all; evaluation.max_tokens
-            limits the evaluations during training.
-    """
-
-    lengths: Numbers = None
-    protocols: str = "nonoverlapping,sliding"
-    stride: Number = None
-    max_tokens: Number = None
-
-    def request(self) -> EvaluationRequest:
-        """Return the options as a request. Raises ConfigError for a wrong value."""
-        return EvaluationRequest.parse(self.lengths, self.protocols, self.stride, self.max_tokens)
 
 
 app = Commands()

@@ -401,7 +401,6 @@ class RandomText(ScoredText):
     def __init__(self, config: RunConfig, tokens: int) -> None:
         """Draw `tokens` token ids of the config's vocabulary."""
         self.total = self.tokens = self.bytes = tokens
-        self.tokenizer = self.validation = ""
         generator = np.random.default_rng(config.run.seed)
         self._ids = generator.integers(config.data.vocab_size, size=tokens + 1)
         self.block_ends = np.array([tokens])

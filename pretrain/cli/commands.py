@@ -8,7 +8,6 @@ at once.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -21,7 +20,6 @@ import typer
 from pretrain.cli.groups import bench, leaderboard
 from pretrain.config import (
     ConfigError,
-    EvaluationRequest,
     RunConfig,
     dump_config,
     load_config,
@@ -32,8 +30,8 @@ from pretrain.config.arguments import (
     Commands,
     Config,
     Count,
+    Evaluations,
     JsonFile,
-    Number,
     Numbers,
     OutFile,
     Overrides,
@@ -293,10 +291,7 @@ def train(
 @app.command()
 def evaluate(
     sources: Sources,
-    lengths: Numbers = None,
-    protocols: str = "nonoverlapping,sliding",
-    stride: Number = None,
-    max_tokens: Number = None,
+    evaluations: Evaluations,
     stream: Annotated[bool, typer.Option("--stream")] = False,
     longppl: Annotated[int | None, typer.Option(metavar="K", min=1)] = None,
     out: JsonFile = None,
@@ -325,13 +320,6 @@ def evaluate(
       pretrain evaluate runs/demo/alibi downloads/gpt2 --text book.txt --lengths 128,1024
 
     Args:
-        lengths: Window lengths in tokens, as in 128,512,2048. Default: evaluation.lengths of the
-            config, or 1, 2, 4, 8 and 16 times the training length, up to the length of the text.
-        protocols: nonoverlapping, sliding, or both separated by a comma.
-        stride: Tokens from one sliding window to the next. Default: evaluation.stride of the
-            config, or the shortest length if that is shorter.
-        max_tokens: Score at most this many validation tokens. Default: all; evaluation.max_tokens
-            limits the evaluations during training.
         stream: Read the whole text in one pass instead of in windows: the context of a token is
             every token before it, and memory does not grow with the text. Only for ALiBi, whose
             heads see no farther than their weights allow (pretrain reach).
@@ -345,8 +333,8 @@ def evaluate(
     """
     from pretrain.evaluation.command import evaluate_sources
 
-    request = EvaluationRequest.parse(lengths, STREAM if stream else protocols, stride, max_tokens)
-    evaluate_sources(sources, request, overrides, out, longppl, text, trust_remote_code)
+    asked = dataclasses.replace(evaluations, protocols=STREAM) if stream else evaluations
+    evaluate_sources(sources, asked.request(), overrides, out, longppl, text, trust_remote_code)
 
 
 @app.command("evaluate-tasks")
@@ -437,10 +425,8 @@ def reach(
     from pretrain.evaluation.reach import reach_of_source
     from pretrain.huggingface.import_model import as_run
 
-    with contextlib.ExitStack() as stack:
-        is_run, run = stack.enter_context(as_run(source))
+    with as_run(source) as (is_run, run), temporary_texts(text) as texts:
         if text:
-            texts = stack.enter_context(temporary_texts(text))
             overrides = [*overrides, texts.of_files(tokenizer_of_source(run))]
         shown = is_run or bool(text)
         reach_of_source(

@@ -121,9 +121,9 @@ def bench_step(config: Config, overrides: Overrides = []) -> None:  # noqa: B006
       pretrain bench step configs/cc100_roberta/alibi_1024.toml
     """
     run = load_config(config, overrides)
-    from pretrain.plan.simulation import bench_step_counts
+    from pretrain.plan.simulation import count_run, to_table
 
-    print(bench_step_counts(run))
+    print(to_table(run, count_run(run)))
 
 
 leaderboard = Commands(help="Rank evaluations by several people on one page, and verify them.")

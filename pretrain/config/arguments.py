@@ -13,11 +13,13 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import typer
+
+from pretrain.config.load import EvaluationRequest
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -100,6 +102,33 @@ def _described(described: Any) -> tuple[str, dict[str, Any]]:
 Count = Annotated[int, typer.Option(min=1)]
 Number = Annotated[int | None, typer.Option(metavar="N")]
 Numbers = Annotated[str | None, typer.Option(metavar="N,N,...")]
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """The options that say what the evaluations of checkpoints measure.
+
+    Args:
+        lengths: Window lengths of evaluations in tokens, as in 128,512,2048. Default:
+            evaluation.lengths of the config, or 1, 2, 4, 8 and 16 times the training length, up to
+            the length of the text.
+        protocols: Protocols of evaluations: nonoverlapping, sliding, or both separated by a comma.
+        stride: Tokens from one sliding window to the next. Default: evaluation.stride of the
+            config, or the shortest length if that is shorter.
+        max_tokens: Score at most this many validation tokens. Default: all; evaluation.max_tokens
+            limits the evaluations during training.
+    """
+
+    lengths: Numbers = None
+    protocols: str = "nonoverlapping,sliding"
+    stride: Number = None
+    max_tokens: Number = None
+
+    def request(self) -> EvaluationRequest:
+        """Return the options as a request. Raises ConfigError for a wrong value."""
+        return EvaluationRequest.parse(self.lengths, self.protocols, self.stride, self.max_tokens)
+
+
 OutFile = Annotated[Path | None, typer.Option(metavar="FILE")]
 JsonFile = Annotated[Path | None, typer.Option(metavar="FILE.json")]
 Config = Annotated[

@@ -50,6 +50,8 @@ overlap, of whose tokens those of fixed masks are predicted, from both sides. It
 own, so that no table or plot puts these perplexities beside those of a language model."""
 STREAM = "stream"
 """The protocol of one pass over the whole text, with all tokens before each as its context."""
+LENGTH_FACTORS = (1, 2, 4, 8, 16)
+"""Default evaluation lengths, as multiples of each training length."""
 PIECE = 2048
 """Tokens of a long text that pass through a model with a cache at once."""
 
@@ -348,14 +350,8 @@ class RunConfig(Section):
         length = self.data.sequence_length
         if self.evaluation.lengths is not None:
             return self.evaluation.lengths
-        end = self.position.table_end(self)
-        reach = 16 * length if end is None else end
-        return tuple(length * k for k in (1, 2, 4, 8, 16) if length * k <= reach)
-
-    @property
-    def evaluation_interval_steps(self) -> int:
-        """Return the steps from one evaluation in the training loop to when the next is due."""
-        return self.evaluation.interval_steps or 1000
+        end = self.position.table_end(self) or math.inf
+        return tuple(length * k for k in LENGTH_FACTORS if length * k <= end)
 
     @property
     def evaluation_stride(self) -> int:
@@ -598,20 +594,18 @@ def describe(config: RunConfig, export: Iterable[str] = ()) -> str:
         export: What the run will export as, or why not: `pretrain.huggingface.classes` says it.
     """
     total, tokens = num_parameters(config), config.planned_tokens
-    steps = f"{config.train.num_steps:,} steps of {config.tokens_per_step:,} tokens"
+    begin = ramp = ""
     if config.batch.rampup_batch_size is not None:
         start, _, samples = config.batch.rampup_batch_size
-        begin = start * config.data.sequence_length
-        steps = (
-            f"{config.train.num_steps:,} steps of {begin:,} to {config.tokens_per_step:,} tokens"
-        )
-        steps += f" (ramped up over {samples:,} samples)"
+        begin = f"{start * config.data.sequence_length:,} to "
+        ramp = f" (ramped up over {samples:,} samples)"
+    steps = f"{config.train.num_steps:,} steps of {begin}{config.tokens_per_step:,} tokens{ramp}"
     vocabulary = f"{config.data.vocab_size:,} padded to {config.padded_vocab_size:,}"
     if clusters := config.adaptive_clusters:
         parts = " + ".join(f"{cluster.size:,} x {cluster.dim}" for cluster in clusters)
         vocabulary += f" in clusters of {parts}"
     # Those of the model that results.
-    last = config.parts[-1].config
+    last, every = config.parts[-1].config, config.evaluation.interval_steps
     lengths = ", ".join(str(length) for length in last.evaluation_lengths)
     at = dict.fromkeys(str(phase.config.data.sequence_length) for phase in config.parts)
     trained = f"trained at {', then '.join(at)} tokens"
@@ -626,7 +620,7 @@ def describe(config: RunConfig, export: Iterable[str] = ()) -> str:
         ("positions", f"{last.position.description(last)}, {trained}, evaluated at {lengths}"),
         ("training", f"{steps} = {tokens:,} tokens ({_short(tokens)})"),
         *(_phases(config) if config.phases else ()),
-        ("evaluations", _evaluations(config)),
+        ("evaluations", f"every {every:,} steps, and after the last one"),
         ("layout", _layout(config)),
         *_stages(config),
         *(("export", line) for line in export),
@@ -640,11 +634,6 @@ def _phases(config: RunConfig) -> Iterator[tuple[str, str]]:
         changes = ", ".join(f"{key} = {value}" for key, value in phase.changes.items())
         span = f"steps {phase.first + 1:,} to {phase.end:,}, {phase.tokens:,} tokens"
         yield f"phase {phase.number}", f"{span}: {changes or 'no change'}"
-
-
-def _evaluations(config: RunConfig) -> str:
-    """Return when a run is evaluated while it trains."""
-    return f"every {config.evaluation_interval_steps:,} steps, and after the last one"
 
 
 def _layout(config: RunConfig) -> str:

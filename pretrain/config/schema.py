@@ -400,9 +400,8 @@ class EvaluationSection(Section):
 
     EFFECT = Effect.FREE
 
-    interval_steps: int | None = Field(default=None, gt=0)
-    """Steps between two evaluations in the training loop. The last step is always evaluated.
-    Default: 1000."""
+    interval_steps: int = Field(default=1000, gt=0)
+    """Steps between two evaluations in the training loop. The last step is always evaluated."""
 
     lengths: tuple[PositiveInt, ...] | None = Field(default=None, min_length=1, strict=False)
     """Window lengths in tokens, none longer than the scored text. Default: 1, 2, 4, 8 and 16 times

@@ -79,7 +79,7 @@ class Difference:
         if self.effect in BY_NAME:
             by = reasons.get(self.key, f"allowed by --allow-changed {self.key}")
             why = f"{BY_NAME[self.effect]}, {by}"
-        return f"{what} = {self._shown(self.before)} -> {self._shown(self.after)}  ({why})"
+        return f"{what} = {self.shown(self.before)} -> {self.shown(self.after)}  ({why})"
 
     def refusal(self, checkpoint: object) -> str:
         """Return the message that refuses it.
@@ -87,7 +87,7 @@ class Difference:
         Args:
             checkpoint: The path of the checkpoint that does not agree.
         """
-        after, before = self._shown(self.after), self._shown(self.before)
+        after, before = self.shown(self.after), self.shown(self.before)
         anew = "train anew in another run.directory"
         if self.data:
             said = (
@@ -100,7 +100,7 @@ class Difference:
             return f"{said}, or {anew}"
         return f"{said}, {anew}, or change it from here on with --allow-changed {self.key}"
 
-    def _shown(self, value: Any) -> str:
+    def shown(self, value: Any) -> str:
         """Return a value as a user finds it in the file."""
         if self.data:
             return str(value)[:DIGITS]

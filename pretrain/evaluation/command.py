@@ -480,7 +480,7 @@ class OpenedFolder(Opened):
     def load(self, protocols: Collection[Protocol]) -> tuple[list[Any], Topology]:
         topology = pretrain.topology.initialize(self.config)
         dtype = platform.DTYPES[self.config.train.precision]
-        files = [*self.path.glob("*.safetensors"), *self.path.glob("pytorch_model*.bin")]
+        files = [*self.path.glob("model*.safetensors")] or [*self.path.glob("pytorch_model*.bin")]
         stored = getattr(self.source.settings, "dtype", None) or torch.float32
         needed = sum(file.stat().st_size for file in files) * dtype.itemsize // stored.itemsize
         if needed > (free := free_memory()):
@@ -566,12 +566,7 @@ def _prepare(found: Opened) -> Opened:
     total = len(found.stream)
     if STREAM in found.config.evaluation.protocols:
         check_stream(found.config, pretrain.topology.Process.from_environment().world_size)
-    protocols, notes = choose_protocols(
-        found.config,
-        found.config.evaluation.protocols,
-        min(total, found.config.evaluation.max_tokens or total),
-        total,
-    )
+    protocols, notes = choose_protocols(found.config, total)
     for note in notes:
         say(f"{found.path}: {note}")
     return replace(found, protocols=protocols)

@@ -32,9 +32,9 @@ from pretrain.config import ConfigError, EvaluationRequest, RunFailed, writing
 from pretrain.config.run import STREAM
 from pretrain.evaluation import records as rec
 from pretrain.evaluation.figures import draw, lines_by_length
-from pretrain.evaluation.report import records_of
+from pretrain.evaluation.report import records_of, write_files
 from pretrain.evaluation.windows import SLIDING
-from pretrain.rundir.files import make_directory, read_json, replace_file
+from pretrain.rundir.files import read_json, replace_file
 
 VERIFIED = "verified"
 """Folder of the marks."""
@@ -151,8 +151,7 @@ def add(directory: Path, curve: Path, **about: str | None) -> Path:
     content = _json({key: value for key, value in about.items() if value is not None}, kept)
     parse(content, curve)
     with writing(path):
-        make_directory(directory)
-        replace_file(path, content)
+        write_files(directory, {path.name: content})
     return path
 
 
@@ -290,8 +289,7 @@ def verify(
         date, code = time.strftime("%Y-%m-%d", time.gmtime()), found[0].get("code")
         mark = {"entry": digest, "date": date, "code": code, "difference": largest}
         with writing(directory / VERIFIED):
-            make_directory(directory / VERIFIED)
-            replace_file(directory / VERIFIED / path.name, _json(mark, measured))
+            write_files(directory / VERIFIED, {path.name: _json(mark, measured)})
     return largest
 
 

@@ -22,12 +22,12 @@ from pretrain.data.stream import TokenStream
 from pretrain.evaluation.command import evaluation_config, open_validation
 from pretrain.evaluation.figures import FORMATS, Frame, Line, draw
 from pretrain.evaluation.records import Table, Value, length_label
+from pretrain.evaluation.report import write_files
 from pretrain.evaluation.windows import NONOVERLAPPING
 from pretrain.kernels.context import share_of_ring
 from pretrain.model.gpt import build_model
 from pretrain.model.reach import Seen, certificates, check_reach, seen, slopes_of
 from pretrain.rundir.checkpoints import find_checkpoint, hold
-from pretrain.rundir.files import make_directory, replace_file
 
 CERTIFICATE, RUNNING, MEASURED = "certificate", "running bound", "measured"
 LINEAR = (
@@ -272,8 +272,7 @@ def reach_of_source(
         files[plot] = found.figure()[plot.suffix[1:]]
     for path, content in files.items():
         with writing(path):
-            make_directory(path.parent)
-            replace_file(path, content)
+            write_files(path.parent, {path.name: content})
     return found
 
 

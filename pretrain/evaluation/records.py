@@ -473,11 +473,9 @@ class Part(NamedTuple):
 def parts_of(curves: Iterable[Curve]) -> list[Part]:
     """Return the parts of a report: perplexities of different ones are never put together."""
     groups = grouped(curves, lambda c: (c.sources[0].validation, c.sources[0].tokenizer))
-    if len(groups) == 1:
-        return [Part("", "", found) for found in groups.values()]
     return [
         Part(
-            f"validation set {validation}, tokenizer {tokenizer}",
+            f"validation set {validation}, tokenizer {tokenizer}" if len(groups) > 1 else "",
             f"_{number}" if number > 1 else "",
             found,
         )

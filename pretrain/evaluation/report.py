@@ -201,7 +201,7 @@ def check_overwrites(out: Path) -> None:
     check_out(out, {"protocol", "length", "loss_nats"}, [TEXT, *names])
 
 
-def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+def write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
     """Write files below a folder, each atomically."""
     for name, content in files.items():
         make_directory((folder / name).parent)

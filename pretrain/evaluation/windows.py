@@ -147,22 +147,20 @@ def sliding(tokens: int, length: int, stride: int) -> Iterator[Window]:
 # ---- Choose what an evaluation measures: each protocol at each length up to the text's ----
 
 
-def choose_protocols(
-    config: RunConfig, names: Sequence[str], tokens: int, total: int
-) -> tuple[tuple[Protocol, ...], list[str]]:
+def choose_protocols(config: RunConfig, total: int) -> tuple[tuple[Protocol, ...], list[str]]:
     """Return the protocols to measure, and messages about those that are left out.
 
     Lengths beyond the text are left out, because all of them would be one window, the whole text.
 
     Args:
-        config: The config, for lengths and stride.
-        names: Names of protocols.
-        tokens: Number of tokens to score.
+        config: The config, for [evaluation].
         total: Number of tokens of the validation split.
 
     Raises:
         ConfigError: The text is shorter than a requested length, or than the training length.
     """
+    names: Sequence[str] = config.evaluation.protocols
+    tokens = min(total, config.evaluation.max_tokens or total)
     if STREAM in names:
         return (Protocol(STREAM, tokens, tokens),), []
     lengths = dict.fromkeys(config.evaluation_lengths)
@@ -267,8 +265,6 @@ class ScoredText:
         self.total = len(stream)
         """Number of tokens of the whole split."""
         tokens = min(self.total, max_tokens or self.total)
-        self.tokenizer, self.validation = stream.tokenizer_sha256, stream.identity
-        """The SHA-256 of the tokenizer and of the split."""
         # Read the whole text here, so that all ranks find a damaged byte now, instead of one rank
         # in the middle of the evaluation.
         ids = np.empty(tokens + 1, np.min_scalar_type(stream.vocab_size))

@@ -492,14 +492,6 @@ class HuggingFaceClass(TensorTable):
         """
         raise NotImplementedError
 
-    # -- refusals --
-    def refusals(self, config: RunConfig) -> Iterator[tuple[Ours, Refusal]]:
-        """Yield each setting of the model that the class does not support.
-
-        The remedy is empty if it is to train with the value in the row.
-        """
-        return refused(self.rows, config, self.name)
-
     # -- export: settings --
     def settings(
         self, config: RunConfig, max_length: int, state: Mapping[str, Tensor] | None = None

@@ -37,6 +37,7 @@ from pretrain.huggingface.base import (
     Transposed,
     Unchanged,
     activation,
+    refused,
     sizes,
 )
 from pretrain.huggingface.llama import ROTARY, Llama, Mistral, Qwen2, Qwen3, Rotated
@@ -575,9 +576,9 @@ def class_of(config: RunConfig) -> HuggingFaceClass:
             raise ConfigError(str(config.refusal("export.model_type", reason, remedy)))
     # The class with the fewest obstacles. min() takes the first of equal ones, and stock classes
     # come first. For example, ALiBi with tanh GELU and without biases is a Bloom with zero biases.
-    found = min(candidates, key=lambda each: len(list(each.refusals(config))))
+    found = min(candidates, key=lambda each: len(list(refused(each.rows, config, each.name))))
     refusals = []
-    for row, refusal in found.refusals(config):
+    for row, refusal in refused(found.rows, config, found.name):
         wanted = row.wanted(config)
         shown = wanted if isinstance(wanted, str) else json.dumps(wanted)
         refusals.append(refusal._replace(remedy=refusal.remedy or f"Train with {shown}"))

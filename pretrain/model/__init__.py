@@ -12,7 +12,10 @@ are offered (n layers, d channels of all heads together, L tokens):
 
 from __future__ import annotations
 
+import math
+
 from pretrain.config import RunConfig
+from pretrain.positions.base import by_layer
 
 # Dense 16-bit tensor-core peaks in TFLOP/s, from NVIDIA's data sheets. For Hopper and Blackwell
 # these print the peak with 2:4 sparsity, twice the dense one; the comments give that number. The
@@ -83,6 +86,65 @@ def flops_per_token(config: RunConfig, sequence_length: int, causal: bool) -> fl
     attention = 12 * config.model.num_layers * channels * sequence_length
     is_half = causal and not config.is_masked
     return 6 * num_matmul_parameters(config) + attention * (0.5 if is_half else 1.0)
+
+
+REACH = 32.0
+"""How far back an ALiBi head sees, as tokens x slope. Assumed: a model of 1.3M parameters trained
+on text saw 64 x 2^h tokens in a head of slope 2^-(h + 1), and heads with equal scores see 28
+(24 ln 2 + ln N for N = 65,536 keys, `pretrain.kernels.reach`)."""
+ALL_UP_TO = 1024
+"""Within this distance in tokens all keys count: the speeds of attention that `pretrain plan` uses
+were measured at this length."""
+
+
+def reaches(config: RunConfig) -> list[list[float]]:
+    """Return the most keys that each head sees, for each kind of layer."""
+    length, heads = config.data.sequence_length, config.model.num_attention_heads
+    found = []
+    for each in by_layer(config):
+        end = min(each.position.visible(config) or length, length)
+        slopes = each.position.head_slopes(config) or [0] * heads
+        far = [REACH / slope if slope > 0 else math.inf for slope in slopes]
+        found.append([min(max(tokens, ALL_UP_TO), end) for tokens in far])
+    return found
+
+
+def pairs(config: RunConfig, context: int = 1) -> list[float]:
+    """Return how many keys a query of each head sees, as the mean over queries and layers.
+
+    This is half of the sequence, or less; for the queries of the last of several parts it may be
+    nearly the whole sequence.
+
+    Args:
+        config: The run.
+        context: Number of parts of the sequence; the queries are those of the last part.
+    """
+    length = config.data.sequence_length
+
+    def seen(most: float, queries: float) -> float:
+        # Total over the first queries, of which the first `most` have fewer keys before them.
+        most = min(most, queries)
+        return most * queries - most * most / 2
+
+    size = length / context
+    means = [
+        [(seen(most, length) - seen(most, length - size)) / size for most in layer]
+        for layer in reaches(config)
+    ]
+    return [sum(head) / len(means) for head in zip(*means)]
+
+
+def received_share(config: RunConfig, context: int) -> float:
+    """Return which share of the keys before the last part of a sequence the last part sees."""
+    before = config.data.sequence_length * (1 - 1 / context)
+    near = [min(most, before) for layer in reaches(config) for most in layer]
+    return sum(near) / len(near) / before
+
+
+def attention_share(config: RunConfig) -> float:
+    """Return the share of the causal half of attention that is within the reach, in 0..1."""
+    seen = pairs(config)
+    return 2 * sum(seen) / len(seen) / config.data.sequence_length
 
 
 def peak_tflops_per_second(device_name: str) -> float | None:

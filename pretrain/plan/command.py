@@ -26,6 +26,7 @@ from pretrain.config import (
 from pretrain.config.errors import columns
 from pretrain.config.load import merged
 from pretrain.config.schema import PhaseSection
+from pretrain.model import ALL_UP_TO, REACH, attention_share
 from pretrain.plan.memory import (
     WIDEST_HEAD,
     Memory,
@@ -36,17 +37,14 @@ from pretrain.plan.memory import (
     stages_of,
 )
 from pretrain.plan.timing import (
-    ALL_UP_TO,
     GPU_TYPES,
     GPUS_PER_NODE,
     PARTS,
-    REACH,
     Device,
     Inputs,
     Network,
     Target,
     Timing,
-    attention_share,
     time_of_step,
 )
 

@@ -291,6 +291,8 @@ class Activations:
         """One tensor of the residual stream."""
         self.whole = self.tokens * hidden * self.item
         """One tensor of the width d for all tokens, independent of sequence parallelism."""
+        self.gathered = self.whole if parallel.sequence_parallel else 0
+        """Megatron's buffer for gathered sequences, which is never freed."""
         self.inner = self.tokens * widths(config).ffn * self.item
         """The input of the second product of the MLP."""
         self.projected = self.tokens * widths(config).projected * self.item
@@ -461,9 +463,8 @@ class Activations:
         """
         c = self.config
         weight = c.model.hidden_size * widths(c).ffn * self.item
-        gathered = self.whole if c.parallel.sequence_parallel else 0
         dropped = self.stream if c.model.hidden_dropout else 0
-        beside = weight + gathered
+        beside = weight + self.gathered
         if c.model.hidden_act == "relu" or c.model.gated_linear_unit:
             beside = max(beside, self.inner)
         return self.stream + self.inner + beside + dropped
@@ -494,10 +495,6 @@ class Activations:
             pairs += (self.context - 1) * (2 * self.item + 4 * self.is_scored) * widths(c).key
         pairs += widths(c).query * self.item
         return 2 * self.stream + self.tokens * pairs + sums - given_back
-
-    def persistent(self) -> int:
-        """Return the bytes of Megatron's buffer for gathered sequences, which is never freed."""
-        return self.whole if self.config.parallel.sequence_parallel else 0
 
 
 OVERHEAD_BYTES = 1_500_000_000
@@ -541,19 +538,10 @@ def memory_of_rank(config: RunConfig, layout: Layout, stage: Stage, is_modern: b
         stage: The pipeline stage.
         is_modern: As in `Activations`.
     """
-    moments = _moments(config, layout, stage.number, is_modern)
-    kept, logits, buffers = max(moments, key=sum)
-    weights, gradients, wire, optimizer = _state(config, layout, stage)
-    activations = Activations(config, is_modern)
-    return Memory(
-        weights=weights,
-        gradients=gradients,
-        wire=wire,
-        optimizer=optimizer,
-        activations=kept,
-        logits=logits,
-        buffers=buffers + activations.persistent(),
-    )
+    kept, logits, buffers = max(_moments(config, layout, stage.number, is_modern), key=sum)
+    buffers += Activations(config, is_modern).gathered
+    # In the order of the fields.
+    return Memory(*_state(config, layout, stage), kept, logits, buffers)
 
 
 def _state(config: RunConfig, layout: Layout, stage: Stage) -> tuple[int, int, int, int]:

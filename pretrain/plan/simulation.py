@@ -35,7 +35,7 @@ from torch._subclasses import FakeTensorMode
 
 from pretrain import platform
 from pretrain.checkpoint.manifest import TrainerState
-from pretrain.config import Layout, RunConfig, num_parameters
+from pretrain.config import RunConfig, num_parameters
 from pretrain.config.errors import columns, size
 from pretrain.model import forward, loss
 from pretrain.model.gpt import build_model
@@ -61,14 +61,14 @@ PASSES = (Phase.FORWARD, Phase.BACKWARD, Phase.BETWEEN_PASSES)
 """The phases that are repeated for every micro batch."""
 
 
-def to_table(config: RunConfig, layout: Layout, counts: dict[int, StepCounts]) -> str:
+def to_table(config: RunConfig, counts: dict[int, StepCounts]) -> str:
     """Return the lines that the command prints.
 
     Args:
         config: The run.
-        layout: The layout of the run's processes.
         counts: The counts by pipeline stage.
     """
+    layout = config.layout(planned_world_size(config))
     lines = [
         f"{num_parameters(config):,} parameters, {config.position.method}, "
         f"L = {config.data.sequence_length}, {config.train.precision}, "
@@ -420,11 +420,6 @@ def count_run(config: RunConfig) -> dict[int, StepCounts]:
         with simulated_rank(config, rank, world_size) as (topology, counter):
             counts[stage] = count_step(config, topology, counter)
     return counts
-
-
-def bench_step_counts(config: RunConfig) -> str:
-    """Count a step and return the table to print."""
-    return to_table(config, config.layout(planned_world_size(config)), count_run(config))
 
 
 def planned_world_size(config: RunConfig) -> int:

@@ -17,7 +17,14 @@ from typing import NamedTuple
 
 from pretrain.config import Layout, RunConfig
 from pretrain.config.tensors import widths
-from pretrain.model import flops_per_token, model_flops_utilization, peak_tflops_per_second
+from pretrain.model import (
+    attention_share,
+    flops_per_token,
+    model_flops_utilization,
+    pairs,
+    peak_tflops_per_second,
+    received_share,
+)
 from pretrain.plan.memory import ZERO_LIVE, Activations, Stage, chunk_layers
 from pretrain.positions.base import PositionMethod, by_layer
 
@@ -310,63 +317,6 @@ LOST = 0.12
 USABLE = 0.95
 """Share of a GPU's memory that a plan may use. Assumed: with other lengths of text, or another
 version of a library, a run should not fail for lack of the last gigabyte."""
-
-REACH = 32.0
-"""How far back an ALiBi head sees, as tokens x slope. Assumed: a model of 1.3M parameters trained
-on text saw 64 x 2^h tokens in a head of slope 2^-(h + 1), and heads with equal scores see 28
-(24 ln 2 + ln N for N = 65,536 keys, `pretrain.kernels.reach`)."""
-ALL_UP_TO = 1024
-"""Within this distance in tokens all keys count: it is the length of `Device.attention_tflops`."""
-
-
-def reaches(config: RunConfig) -> list[list[float]]:
-    """Return the most keys that each head sees, for each kind of layer."""
-    length, heads = config.data.sequence_length, config.model.num_attention_heads
-    found = []
-    for each in by_layer(config):
-        end = min(each.position.visible(config) or length, length)
-        slopes = each.position.head_slopes(config) or [0] * heads
-        far = [REACH / slope if slope > 0 else math.inf for slope in slopes]
-        found.append([min(max(tokens, ALL_UP_TO), end) for tokens in far])
-    return found
-
-
-def pairs(config: RunConfig, context: int = 1) -> list[float]:
-    """Return how many keys a query of each head sees, as the mean over queries and layers.
-
-    This is half of the sequence, or less; for the queries of the last of several parts it may be
-    nearly the whole sequence.
-
-    Args:
-        config: The run.
-        context: Number of parts of the sequence; the queries are those of the last part.
-    """
-    length = config.data.sequence_length
-
-    def seen(most: float, queries: float) -> float:
-        # Total over the first queries, of which the first `most` have fewer keys before them.
-        most = min(most, queries)
-        return most * queries - most * most / 2
-
-    size = length / context
-    means = [
-        [(seen(most, length) - seen(most, length - size)) / size for most in layer]
-        for layer in reaches(config)
-    ]
-    return [sum(head) / len(means) for head in zip(*means)]
-
-
-def received_share(config: RunConfig, context: int) -> float:
-    """Return which share of the keys before the last part of a sequence the last part sees."""
-    before = config.data.sequence_length * (1 - 1 / context)
-    near = [min(most, before) for layer in reaches(config) for most in layer]
-    return sum(near) / len(near) / before
-
-
-def attention_share(config: RunConfig) -> float:
-    """Return the share of the causal half of attention that is within the reach, in 0..1."""
-    seen = pairs(config)
-    return 2 * sum(seen) / len(seen) / config.data.sequence_length
 
 
 @dataclass(frozen=True)

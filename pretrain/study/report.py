@@ -16,6 +16,7 @@ from importlib import resources
 from markdown_it import MarkdownIt
 
 from pretrain.config import writing
+from pretrain.config.run import LENGTH_FACTORS
 from pretrain.evaluation.claims import Judgment, judge
 from pretrain.evaluation.figures import (
     BARS,
@@ -57,7 +58,6 @@ from pretrain.study.published import RATIOS_FROM, cost_table, perplexity_table
 from pretrain.study.reading import CONTEXT, EARLY, TOTAL, Results
 from pretrain.study.runs import (
     FINISHED,
-    LENGTH_FACTORS,
     Study,
     dump_study,
     other_differences,

@@ -24,6 +24,7 @@ from pretrain.checkpoint.format import DamagedCheckpoint
 from pretrain.checkpoint.manifest import Change, data_hashes, open_checkpoint
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, dump_config, load_config
 from pretrain.config.load import expand_path, explain, read_values
+from pretrain.config.run import LENGTH_FACTORS
 from pretrain.config.schema import Effect, Section
 from pretrain.config.trajectory import data_differences, differences, scheduled_changes
 from pretrain.data.stream import open_stream
@@ -187,9 +188,6 @@ def _problem(study: StudyFile) -> str:
 
 
 # ---- the runs ------------------------------------------------------------------------------------
-LENGTH_FACTORS = (1, 2, 4, 8, 16)
-"""Default evaluation lengths, as multiples of each training length."""
-
 LOCK = ".lock"
 """File that a study's command keeps locked while it works."""
 COMPARED = ("run.seed", "data.sequence_length")
@@ -554,7 +552,8 @@ def _other_experiment(run: StudyRun) -> Iterator[str]:
             if each.effect is not Effect.FREE or each.data:
                 note = each.data or "its data is not built here" * (each.effect is Effect.CONTENT)
                 what = f"{each.key} ({note})" if note else each.key
-                yield f"{what} = {each.after}: {path} was trained with {each.before}. {remedy}"
+                after, before = each.shown(each.after), each.shown(each.before)
+                yield f"{what} = {after}: {path} was trained with {before}. {remedy}"
         for change in changes:
             if change.key not in scheduled_changes(run.config, change.step):
                 yield (

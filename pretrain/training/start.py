@@ -348,8 +348,7 @@ def evaluations_of(config: RunConfig, validation: TokenStream) -> tuple[Evaluati
     """
     total, found, notes = len(validation), [], dict[str, None]()
     for part in (phase.config for phase in config.parts):
-        tokens = min(total, part.evaluation.max_tokens or total)
-        protocols, said = choose_protocols(part, part.evaluation.protocols, tokens, total)
+        protocols, said = choose_protocols(part, total)
         found.append(protocols)
         notes |= dict.fromkeys(said)
     return tuple(found), list(notes)
@@ -358,7 +357,7 @@ def evaluations_of(config: RunConfig, validation: TokenStream) -> tuple[Evaluati
 def is_evaluated_after(config: RunConfig, step: int) -> bool:
     """Return True every evaluation.interval_steps steps and after the last step."""
     last = config.train.num_steps
-    return 0 < step <= last and (step % config.evaluation_interval_steps == 0 or step == last)
+    return 0 < step <= last and (step % config.evaluation.interval_steps == 0 or step == last)
 
 
 Streams = tuple[TokenStream, TokenStream]

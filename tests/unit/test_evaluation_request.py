@@ -54,8 +54,9 @@ def test_what_the_model_cannot_is_refused_with_the_file():
 
 
 def test_protocols_at_lengths_that_repeat_are_measured_once():
-    config = load_config(DEMO, ["evaluation.lengths=[128, 64, 128]"])
-    chosen, notes = choose_protocols(config, (*BOTH, "sliding"), 1000, 1000)
+    repeated = "evaluation.lengths=[128, 64, 128]"
+    both = 'evaluation.protocols=["nonoverlapping", "sliding", "sliding"]'
+    chosen, notes = choose_protocols(load_config(DEMO, [repeated, both]), 1000)
     assert [p.key for p in chosen] == [
         ("nonoverlapping", 128, 128),
         ("nonoverlapping", 64, 64),
@@ -63,7 +64,8 @@ def test_protocols_at_lengths_that_repeat_are_measured_once():
     ]
     assert len(notes) == 1 and "64 tokens by 64 do not overlap" in notes[0]
     # Alone, the sliding protocol keeps its shortest length.
-    chosen, notes = choose_protocols(config, ["sliding"], 1000, 1000)
+    alone = load_config(DEMO, [repeated, 'evaluation.protocols=["sliding"]'])
+    chosen, notes = choose_protocols(alone, 1000)
     assert [p.key for p in chosen] == [("sliding", 64, 128), ("sliding", 64, 64)] and not notes
 
 
@@ -73,4 +75,4 @@ def test_a_text_shorter_than_the_training_length_is_refused():
     assert config.evaluation_lengths == (128, 256, 512, 1024, 2048)
     words = r"128: the 100 tokens .* less than one .* up to 100 \(--lengths, .* a longer --text;"
     with pytest.raises(ConfigError, match=words):
-        choose_protocols(config, BOTH, 100, 100)
+        choose_protocols(config, 100)

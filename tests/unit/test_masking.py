@@ -106,11 +106,17 @@ def test_records_are_of_a_protocol_of_their_own():
     config = masked()
     assert recorded_protocol(config, "nonoverlapping") == "masked"
     assert recorded_protocol(tiny_config(), "nonoverlapping") == "nonoverlapping"
-    chosen, notes = choose_protocols(config, ["nonoverlapping", "sliding"], 2048, 4096)
+
+    def asked(*protocols):
+        """Return the config with the protocols of a command, which its rules do not check."""
+        section = config.evaluation.model_copy(update={"protocols": protocols})
+        return config.model_copy(update={"evaluation": section})
+
+    chosen, notes = choose_protocols(asked("nonoverlapping", "sliding"), 4096)
     assert [p.key for p in chosen] == [("masked", 32, 32), ("masked", 64, 64)]
     assert notes == [
         "sliding windows are left out: a sliding window gives each token more of what is before "
         'it, and train.objective = "masked" looks both ways'
     ]
     with pytest.raises(ConfigError, match="Choose the protocol nonoverlapping"):
-        choose_protocols(config, ["sliding"], 2048, 4096)
+        choose_protocols(asked("sliding"), 4096)

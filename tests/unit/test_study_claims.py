@@ -276,9 +276,8 @@ def test_seeds_are_compared_as_a_t_test_does():
     """scipy's is the oracle: in pairs, if both have the same seeds."""
     for seeds, test in (((3, 1, 2), stats.ttest_rel), ((4, 6, 7, 5), stats.ttest_ind)):
         of = {"alibi": {1: 3.0, 2: 3.1, 3: 3.05}, "t5": dict(zip(seeds, (3.05, 3.18, 3.2, 3)))}
-        ends = test(
-            *([found[seed] for seed in sorted(found)] for found in of.values())
-        ).confidence_interval()
+        a, b = ([found[seed] for seed in sorted(found)] for found in of.values())
+        ends = test(a, b).confidence_interval()
         assert gap_of_seeds(of) == pytest.approx((ends.low, sum(ends) / 2, ends.high))
 
 
