@@ -196,8 +196,9 @@ def check_out(out: Path, keys: Collection[str], beside: Iterable[str]) -> None:
 
 def check_overwrites(out: Path) -> None:
     """Check what `pretrain evaluate --out` would overwrite. Raises ConfigError."""
-    ends = ("", "_positions", *(f"_{cost}" for cost in COSTS))
-    names = (f"{out.stem}{end}.{kind}" for end in ends for kind in FORMATS)
+    # How many figures there will be depends on what is measured.
+    figures = (path.name for path in out.parent.glob("*") if path.suffix[1:] in FORMATS)
+    names = (name for name in figures if name.startswith((f"{out.stem}.", f"{out.stem}_")))
     check_out(out, {"protocol", "length", "loss_nats"}, [TEXT, *names])
 
 
