@@ -17,6 +17,7 @@ import json
 import os
 import stat
 import tomllib
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -575,21 +576,25 @@ def moves_end(before: RunConfig, after: RunConfig, steps: int) -> bool:
     )
 
 
-def trained_tokens(config: RunConfig, state: TrainerState, changes: Sequence[Change]) -> int:
-    """Return the number of tokens that a checkpoint was trained on, with all sequence lengths.
+def trained_tokens(
+    config: RunConfig, state: TrainerState, changes: Sequence[Change]
+) -> dict[int, int]:
+    """Return the number of tokens that a checkpoint was trained on, by sequence length.
 
     Args:
         config: The checkpoint's config.
         state: How far training had come.
         changes: The changes up to there, oldest first.
     """
-    length, samples, tokens = config.data.sequence_length, state.consumed_samples, 0
+    length, samples = config.data.sequence_length, state.consumed_samples
+    tokens: Counter[int] = Counter()
     # Backwards from the final length. The samples that are left at the end had the first length.
     for change in reversed(changes):
         if change.key == "data.sequence_length":
-            tokens += (samples - change.consumed_samples) * length
+            tokens[length] += (samples - change.consumed_samples) * length
             samples, length = change.consumed_samples, change.before
-    return tokens + samples * length
+    tokens[length] += samples * length
+    return dict(tokens)
 
 
 def check_model(config: RunConfig, checkpoint: Checkpoint) -> None:

@@ -321,10 +321,14 @@ class Saver:
         save.is_beside = True
 
         def write() -> None:
-            copy.wait()
-            self._writer.write(save.partial, part, int(bits.numbers()[0]))
-            if is_main:
-                self._writer.publish(save.publication)
+            try:
+                with writing(save.final):
+                    copy.wait()
+                    self._writer.write(save.partial, part, int(bits.numbers()[0]))
+                    if is_main:
+                        self._writer.publish(save.publication)
+            except RunFailed as error:
+                save.problem = error
 
         self._writing = threading.Thread(target=write, daemon=True)
         self._writing.start()

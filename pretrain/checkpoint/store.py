@@ -504,7 +504,8 @@ class Rounds:
         """Upload missing checkpoints, newest first; return a line for each one that failed."""
         missing = []
         for number, (path, lineage) in enumerate(self.found()):
-            if lineage.id in self._uploaded:
+            # The newest is named again: after a replay it may be an older one than before.
+            if number and lineage.id in self._uploaded:
                 continue
             try:
                 with hold(path):

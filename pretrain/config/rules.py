@@ -235,6 +235,14 @@ def _pipeline(c: RunConfig) -> Iterator[Refusal]:
             f"(parallel.pipeline_model_parallel_size = {pp})",
             "Set parallel.zero_stage = 1, or parallel.pipeline_model_parallel_size = 1",
         )
+    recomputed = c.train.recompute_granularity != "none"
+    if p.zero_stage > 1 and recomputed and c.has_position_parameters:
+        yield c.refusal(
+            "train.recompute_granularity",
+            f"at ZeRO {p.zero_stage} DeepSpeed takes only the first of the gradients that "
+            "recomputed layers give to a position parameter",
+            'Set train.recompute_granularity = "none", or parallel.zero_stage = 1',
+        )
     if vpp is not None and pp == 1:
         yield c.refusal(
             "parallel.virtual_pipeline_model_parallel_size",

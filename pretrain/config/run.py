@@ -378,8 +378,13 @@ class RunConfig(Section):
     @property
     def position_learning_rate_mult(self) -> float:
         """Return the factor on the learning rate of "position.*" parameters; 1 without any."""
-        has_own = any(name.startswith(OWN) for name in self.position.tensors(self))
+        has_own = self.has_position_parameters
         return self.optimizer.position_learning_rate_mult if has_own else 1.0
+
+    @property
+    def has_position_parameters(self) -> bool:
+        """Return True if there are "position.*" parameters, which all layers share."""
+        return any(name.startswith(OWN) for name in self.position.tensors(self))
 
     @property
     def lr_end_step(self) -> int:

@@ -228,7 +228,7 @@ class Blend:
         self._keys = self.names if len(self.names) > 1 else ("",)
         self._root, self._splits = tree_of(segment.shares)
         # Use Python's integers if the products below may exceed 63 bits.
-        dtype = object if max(segment.shares.values()) * 2 > 2**31 else np.int64
+        dtype = object if sum(segment.shares.values()) > 2**31 else np.int64
         self._nodes = np.array(self._splits, dtype).reshape(-1, 4).T
 
     def locate(self, consumed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -351,6 +351,11 @@ def blend_of(
         is_same = (before.samples, before.shares) == (samples, shares)
         start = before.start if is_same else consumed
         counts = before.consumed if is_same else Blend(before, seed).counts(consumed)
+        # Samples of another length, or of another data set, are not those that were read: a corpus
+        # whose number of samples changed begins its next pass.
+        for name in before.samples.keys() & samples.keys():
+            if samples[name] != (old := before.samples[name]) and old:
+                counts[name] = -(-counts[name] // old) * samples[name]
     ordered = {name: counts.get(name, 0) for name in samples}
     return Blend(Segment(start, samples, shares, ordered), seed)
 

@@ -403,16 +403,16 @@ class OpenedCheckpoint(Opened):
         settings = settings_hash(trained, origin.data.get(TRAINING), changes)
         # Without provenance the model was imported, and its training data is not known.
         is_own = origin.provenance is not None
-        tokens = trained_tokens(trained, state, origin.changes) if is_own else None
-        flop = flops_per_token(trained, trained.data.sequence_length, causal=False)
+        tokens = trained_tokens(trained, state, origin.changes) if is_own else {}
+        flop = sum(n * flops_per_token(trained, at, causal=False) for at, n in tokens.items())
         return {
             "step": state.step,
             "method": f"{method}{EVALUATED_WITH}{changed}" if changed else method,
             "seed": trained.run.seed,
             "train_length": trained.data.sequence_length,
             "settings": settings[:HASH_DIGITS],
-            "trained_tokens": tokens,
-            "training_flop": tokens and tokens * flop,
+            "trained_tokens": sum(tokens.values()) or None,
+            "training_flop": flop or None,
         }
 
     def outlook(self) -> str:

@@ -116,9 +116,10 @@ def _export(
         program.check(config, target, tokenizer)
     ids = _comparison_ids(config, stream, max_length)
     state = opened.trainer_state
+    tokens = trained_tokens(config, state, opened.origin.changes)
     facts = {
         "Training steps": f"{state.step:,}",
-        "Training tokens": f"{trained_tokens(config, state, opened.origin.changes):,}",
+        "Training tokens": f"{sum(tokens.values()):,}",
     }
     if changes := [f"{c.key} = {c.after} from step {c.step:,}" for c in opened.origin.changes]:
         facts["Changed while training"] = ", ".join(changes)

@@ -82,7 +82,12 @@ def cut(pieces: Sequence[Piece]) -> list[list[int]]:
         kinds.setdefault(kind, []).append(number)
     total = sum(piece.num_elements for piece in pieces)
     largest = min(LARGEST_BUCKET, -(-total // FEWEST_BUCKETS))
-    parts = [part for members in kinds.values() for part in _cut(pieces, members, largest)]
+    # Stages with other totals hold copies of position parameters, and must cut them equally.
+    parts = [
+        part
+        for kind, members in kinds.items()
+        for part in _cut(pieces, members, LARGEST_BUCKET if kind[-1] else largest)
+    ]
     # Sort by completion, which is the order of their last parameters. These are all different, so
     # all ranks of a data-parallel group reduce in the same order.
     return sorted(parts, key=lambda part: (pieces[part[0]].is_late, -part[-1]))

@@ -78,6 +78,7 @@ class SpikeDetector:
         self.rollbacks: list[tuple[int, int]] = []
         """(step of the spike, step of the checkpoint) for each rollback."""
         self._last = torch.zeros(3, dtype=torch.float64, device=platform.device())
+        self._forgotten: dict[str, list[float]] | None = None
 
     @property
     def summary(self) -> Tensor:
@@ -134,11 +135,16 @@ class SpikeDetector:
             "rolled_back_to": [float(step) for _, step in self.rollbacks],
         }
 
-    def load(self, lists: dict[str, list[float]] | None) -> None:
+    def load(self, lists: dict[str, list[float]] | None, *, forgets: bool = False) -> None:
         """Set the state to what `to_lists` returned; None resets it.
 
         With another window size the window starts empty, and the number of skipped updates is kept.
+
+        Args:
+            lists: The state.
+            forgets: Start with an empty window, now and whenever this state is loaded again.
         """
+        self._forgotten = lists if forgets else self._forgotten
         self.state.zero_()
         lists = lists or {}
         steps = [lists.get(key, []) for key in ("rolled_back_from", "rolled_back_to")]
@@ -147,13 +153,9 @@ class SpikeDetector:
             return
         self.state[-1] = lists["updates_skipped"][0]
         rows = [lists[name] for name in NAMES]
-        if all(len(row) == self._window for row in rows):
+        if lists != self._forgotten and all(len(row) == self._window for row in rows):
             values = [*rows[0], *rows[1], lists["steps_observed"][0]]
             self.state[:-1] = torch.tensor(values, dtype=torch.float64)
-
-    def forget_window(self) -> None:
-        """Judge the next steps by those after now; skips and rollbacks are kept."""
-        self.state[:-1] = 0
 
 
 LARGEST_WEIGHT = 1e6

@@ -197,6 +197,10 @@ class ZeroOptimizer:
             # pass. DeepSpeed must then not insist on scaling it: its engine raises unless
             # `engine.backward` is called (deepspeed/runtime/engine.py, `_backward_post_hook`).
             self.engine.optimizer.needs_scaler = lambda: False
+            # DeepSpeed's step at stages 2 and 3 changes the scale before it divides gradients and
+            # their norm by it (zero/stage_1_and_2.py and stage3.py, `step`), so in a step at which
+            # the scale grows they would be half as large. `update` changes it afterwards.
+            self.engine.optimizer._update_scale = lambda overflow: None
             # All chunks share one TransformerConfig.
             chunks[0].config.grad_scale_func = lambda loss: loss * self.zero.loss_scale
 
@@ -315,8 +319,9 @@ class ZeroOptimizer:
             assert veto is None, "refused by pretrain/config/rules.py"
             self.engine.step()
             # DeepSpeed reports the norm of gradients that hold a NaN as infinite, too.
-            return torch.tensor(float(self.engine.get_global_grad_norm()), dtype=torch.float64)
-        norm = self._sharded_step.update(self.loss_scale or 1.0, veto)
+            norm = torch.tensor(float(self.engine.get_global_grad_norm()), dtype=torch.float64)
+        else:
+            norm = self._sharded_step.update(self.loss_scale or 1.0, veto)
         if self.is_fp16:
             # The host must wait here, because the next step's loss scale depends on whether this
             # step overflowed. DeepSpeed reports the norm after an overflow as infinite.

@@ -608,9 +608,8 @@ def _spike_detector(
     if train.spike_policy == "none":
         return None
     detector = SpikeDetector(train.spike_threshold, train.spike_window_steps)
-    detector.load(state.spikes)
-    if any(each.effect in BY_NAME for each in start_point.differences):
-        detector.forget_window()
+    changed = any(each.effect in BY_NAME for each in start_point.differences)
+    detector.load(state.spikes, forgets=changed)
     return detector
 
 

@@ -63,7 +63,7 @@ def test_the_tokens_of_a_run_are_counted_with_its_ramp():
     state = TrainerState(step=6, consumed_samples=4 + 4 + 6 + 8 + 8 + 8)
     longer = tiny_config(batch=ramp, data={"sequence_length": 64})
     changes = (Change(3, "data.sequence_length", 32, 64, 14),)
-    assert trained_tokens(longer, state, changes) == 14 * 32 + 24 * 64
+    assert trained_tokens(longer, state, changes) == {32: 14 * 32, 64: 24 * 64}
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,8 @@ def test_the_tokens_of_a_run_whose_length_and_batch_were_changed():
         Change(3, "optimizer.learning_rate", 1.0, 2.0, 24),
         Change(8, "data.sequence_length", 32, 64, 44),
     )
-    assert trained_tokens(config, state, changes) == (3 * 8 + 5 * 4) * 32 + 2 * 4 * 64
-    assert trained_tokens(config, state, ()) == state.consumed_samples * 64
+    assert trained_tokens(config, state, changes) == {32: (3 * 8 + 5 * 4) * 32, 64: 2 * 4 * 64}
+    assert trained_tokens(config, state, ()) == {64: state.consumed_samples * 64}
 
 
 def test_settings_are_one_for_runs_that_differ_in_their_seed_alone():
