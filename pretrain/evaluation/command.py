@@ -480,7 +480,9 @@ class OpenedFolder(Opened):
     def load(self, protocols: Collection[Protocol]) -> tuple[list[Any], Topology]:
         topology = pretrain.topology.initialize(self.config)
         dtype = platform.DTYPES[self.config.train.precision]
-        files = [*self.path.glob("model*.safetensors")] or [*self.path.glob("pytorch_model*.bin")]
+        # The first of these patterns that matches is what transformers loads.
+        patterns = "model*.safetensors", "pytorch_model*.bin", "*.safetensors"
+        files = next(filter(None, ([*self.path.glob(each)] for each in patterns)), [])
         stored = getattr(self.source.settings, "dtype", None) or torch.float32
         needed = sum(file.stat().st_size for file in files) * dtype.itemsize // stored.itemsize
         if needed > (free := free_memory()):

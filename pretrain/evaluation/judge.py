@@ -145,11 +145,12 @@ def gap(a: Curve, at_a: int, b: Curve, at_b: int) -> Gap:
 def _noise_of_seeds(a: Curve, at_a: int, b: Curve, at_b: int) -> float:
     """Return half of the 95 % interval of the difference of means over seeds, by Student's t.
 
-    Seeds are independent of each other, but runs of one seed vary together, as they read the same
-    text in the same order. So the difference of the means is a sum of independent terms, one for
-    each seed, whose variances add: those of common seeds vary as they are seen to, and others as
-    the losses of both curves do. With equal seeds this is the paired interval, with no common seed
-    that of two samples of one variance. One seed of each shows no noise: 0.
+    Seeds are independent of each other, but runs of one seed may vary together, as they read the
+    same text in the same order. So the difference of the means is a sum of independent terms, one
+    for each seed, whose variances add: those of two or more common seeds vary as they are seen to,
+    and others as the losses of both curves do on average. With equal seeds this is the paired
+    interval, with no common seed that of two samples of one variance. With 8 seeds of which the
+    other curve has 3, it covers 93 % instead of 95 (simulated). One seed of each shows no noise: 0.
     """
     # Here, as in `cluster_interval`.
     from scipy.special import stdtrit

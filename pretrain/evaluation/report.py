@@ -297,10 +297,10 @@ def _add_by_length(page: Page, records: Sequence[Record], stem: str) -> None:
 EXPLAINED = (
     "Two values of one text are compared block by block: the range behind a ratio is that in which "
     "noise puts it. With several seeds, theirs is added to the text's, as a sum of squares: "
-    "Student's t, in pairs for the seeds that both have. Where losses by block are not known, the "
-    "two 95 % intervals take the text's place. A range that holds 1 shows no difference. Between a "
-    "mean of seeds and one run, the noise of seeds counts. Between two evaluations of one model "
-    "there is none, and between two single runs it is not known."
+    "Student's t, in pairs for seeds that both have, if two or more. Where losses by block are not "
+    "known, the two 95 % intervals take the text's place. A range that holds 1 shows no "
+    "difference. Between a mean of seeds and one run, the noise of seeds counts. Between two "
+    "evaluations of one model there is none, and between two single runs it is not known."
 )
 CLAIMS_EXPLAINED = (
     "The claims are those of `pretrain study`, most of them of the paper (Press, Smith and Lewis, "

@@ -94,7 +94,7 @@ on text saw 64 x 2^h tokens in a head of slope 2^-(h + 1), and heads with equal 
 (24 ln 2 + ln N for N = 65,536 keys, `pretrain.kernels.reach`)."""
 ALL_UP_TO = 1024
 """Within this distance in tokens all keys count: the speeds of attention that `pretrain plan` uses
-were measured at this length."""
+are those of this length."""
 
 
 def reaches(config: RunConfig) -> list[list[float]]:

@@ -137,9 +137,9 @@ VERDICTS_EXPLAINED = (
     "nothing: its loss at L is not below the entropy of the frequencies of the scored tokens, so "
     "that a fixed distribution would predict as well. Noise is the 95 % interval of the difference "
     "of two values: that of the text, block by block, and that of the seeds, by Student's t (in "
-    "pairs for the seeds that both have), added as squares. Thresholds are the same for every "
-    "study. The column on the published numbers says how the same predicate judges the paper's own "
-    f"tables, as they are printed. {ONE_SEED}"
+    "pairs for seeds that both have, if two or more), added as squares. Thresholds are the same "
+    "for every study. The column on the published numbers says how the same predicate judges the "
+    f"paper's own tables, as they are printed. {ONE_SEED}"
 )
 EARLY_EXPLAINED = (
     "A text that is cut into windows of k L tokens has fewer tokens with little context before "
