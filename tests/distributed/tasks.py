@@ -448,6 +448,7 @@ def evaluate(
         ScoredText(open_stream(config, "validation"), config.evaluation.max_tokens),
         tokens_per_batch=tokens_per_batch,
         schedule_module=optimizer.schedule_module if optimizer else None,
+        mask_id=config.mask_id if config.train.objective == "masked" else None,
         by_token=True,
     )
     return [evaluator.evaluate(protocol) for protocol in protocols]

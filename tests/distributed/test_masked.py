@@ -12,6 +12,7 @@ from torch import Tensor
 from pretrain.config import RunConfig
 from pretrain.data.order import mask_samples, mask_text
 from pretrain.data.stream import open_stream
+from pretrain.evaluation.windows import Protocol
 from pretrain.positions.base import METHODS
 from tests.conftest import LAYOUTS, tiny_config
 from tests.distributed import tasks
@@ -79,7 +80,8 @@ def test_evaluation_scores_the_same_masked_tokens_at_every_length(pools, tiny_da
     config = masked_config("alibi", parallel, data=data, evaluation={"max_tokens": 300})
     state = random_state(config, seed=3)
     # 300 tokens are neither whole windows nor whole batches.
-    found = pools(processes).run(masked_evaluation, config, state, [32, 128], 256)[0]
+    protocols = [Protocol("masked", length, length) for length in (32, 128)]
+    found = pools(processes).run(tasks.evaluate, config, state, protocols, 256)[0]
     ids = torch.from_numpy(open_stream(config, "validation").read(0, 300).astype(np.int64))
     inputs, chosen = map(torch.from_numpy, mask_text(ids.numpy(), 0, config.mask_id))
     assert chosen.sum() == 45
@@ -157,32 +159,3 @@ def masked_gradients(
         "inputs": torch.cat([batch.inputs for batch in batches]),
         "chosen": torch.cat([batch.chosen for batch in batches]),
     }
-
-
-def masked_evaluation(
-    config: RunConfig, state: dict[str, Tensor], lengths: list[int], tokens_per_batch: int
-) -> list[Any]:
-    """Evaluate a model with given weights on the masked tokens of the validation stream.
-
-    Args:
-        config: The run's config.
-        state: Full fp32 weights by global name.
-        lengths: Window lengths.
-        tokens_per_batch: Tokens in an evaluation batch.
-
-    Returns:
-        One result per length, on every rank.
-    """
-    from pretrain.data.stream import open_stream
-    from pretrain.evaluation.perplexity import Evaluator
-    from pretrain.evaluation.windows import Protocol, ScoredText
-
-    topology, chunks = tasks._build_model_with(config, state)
-    evaluator = Evaluator(
-        chunks,
-        topology,
-        ScoredText(open_stream(config, "validation"), config.evaluation.max_tokens),
-        tokens_per_batch=tokens_per_batch,
-        mask_id=config.mask_id,
-    )
-    return [evaluator.evaluate(Protocol("masked", length, length)) for length in lengths]

@@ -232,9 +232,6 @@ def with_megatrons_layers(*arguments: Any) -> dict[str, Any] | None:
         return tasks.gradients(*arguments)
 
 
-WORDS = "embedding.word_embeddings.weight"
-
-
 def _story_writer() -> Any:
     """MPT-7B-StoryWriter's settings, whose bias maximum the stock model drops."""
     model = FAMILIES["mpt_storywriter"]()

@@ -31,6 +31,7 @@ from tests.end_to_end.commands import (
     started,
     wait_for,
 )
+from tests.unit.test_data_build import contents
 
 SETTINGS = [
     "data.source=text",
@@ -68,12 +69,6 @@ def reference(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = tmp_path_factory.mktemp("reference") / "data"
     build(load_config(ROOT / "configs/demo.toml", settings(corpus, data)))
     return data
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {
-        str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()
-    }
 
 
 def done_tasks(folder: Path) -> dict[str, int]:

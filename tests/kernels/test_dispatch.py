@@ -89,15 +89,17 @@ def assert_as_good_as_plain_torch(ours, plain, exact, dtype):
         assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
 
 
+def assert_exact(ours, qkv, arguments, dtype, **more):
+    exact = run(attention_reference, qkv, arguments)
+    plain = run(attention_reference, qkv, arguments, dtype=dtype)
+    assert_as_good_as_plain_torch(run(ours, qkv, arguments, **more), plain, exact, dtype)
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sdpa_is_exact_forward_and_backward(case, dtype):
     qkv, arguments = make(case, dtype)
-    exact = run(attention_reference, qkv, arguments)
-    plain = run(attention_reference, qkv, arguments, dtype=dtype)
-    assert_as_good_as_plain_torch(
-        run(attention, qkv, arguments, backend="sdpa"), plain, exact, dtype
-    )
+    assert_exact(attention, qkv, arguments, dtype, backend="sdpa")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -107,9 +109,7 @@ def test_fused_sdpa_is_exact_with_fixed_bias(case):
     arguments = {
         key: x.detach() if isinstance(x, torch.Tensor) else x for key, x in arguments.items()
     }
-    exact = run(attention_reference, qkv, arguments)
-    plain = run(attention_reference, qkv, arguments, dtype=torch.float32)
-    assert_as_good_as_plain_torch(run(attention, qkv, arguments), plain, exact, torch.float32)
+    assert_exact(attention, qkv, arguments, torch.float32)
 
 
 @pytest.mark.parametrize("case", ["odd width", "odd width, nothing added", "odd width, symmetric"])
@@ -128,10 +128,7 @@ def test_padded_heads_are_those_of_the_given_width(case, monkeypatch):
     monkeypatch.setitem(CASES, "odd width, nothing added", (65, 65, 2, 8, 4, 12, True, None))
     monkeypatch.setitem(CASES, "odd width, symmetric", (60, 129, 2, 8, 8, 13, False, None))
     qkv, arguments = make(case, torch.float32)
-    exact = run(attention_reference, qkv, arguments)
-    plain = run(attention_reference, qkv, arguments, dtype=torch.float32)
-    ours = run(attention, qkv, arguments, backend="sdpa")
-    assert_as_good_as_plain_torch(ours, plain, exact, torch.float32)
+    assert_exact(attention, qkv, arguments, torch.float32, backend="sdpa")
     assert widths == [(16, 16)]
 
 
@@ -269,11 +266,7 @@ def test_what_does_not_fit_is_refused(change, message):
 @pytest.mark.parametrize("backend", ["auto", "sdpa"])
 def test_cuda_is_exact_forward_and_backward(case, backend):
     qkv, arguments = make(case, torch.bfloat16, "cuda")
-    exact = run(attention_reference, qkv, arguments)
-    plain = run(attention_reference, qkv, arguments, dtype=torch.bfloat16)
-    assert_as_good_as_plain_torch(
-        run(attention, qkv, arguments, backend=backend), plain, exact, torch.bfloat16
-    )
+    assert_exact(attention, qkv, arguments, torch.bfloat16, backend=backend)
 
 
 class Mixed(NamedTuple):

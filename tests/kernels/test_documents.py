@@ -14,7 +14,7 @@ from pretrain.kernels.reference import attention_reference
 from pretrain.positions.alibi import alibi_slopes
 from tests.kernels.oracles import dropout_keep
 from tests.kernels.test_choice import ALIBI
-from tests.kernels.test_dispatch import assert_as_good_as_plain_torch, run
+from tests.kernels.test_dispatch import assert_as_good_as_plain_torch, assert_exact, run
 from tests.kernels.test_flash import visited_tiles
 
 # Lengths of the documents of each sequence of the batch.
@@ -88,9 +88,7 @@ def test_sdpa_is_exact_forward_and_backward(case, added, dtype):
     documents = LENGTHS[case]
     qkv, arguments = make(documents, added, dtype)
     arguments["document_starts"] = starts_of(documents)
-    exact = run(attention_reference, qkv, arguments)
-    plain = run(attention_reference, qkv, arguments, dtype=dtype)
-    assert_as_good_as_plain_torch(run(attention, qkv, arguments), plain, exact, dtype)
+    assert_exact(attention, qkv, arguments, dtype)
 
 
 @torch.no_grad()
@@ -166,10 +164,7 @@ def assert_triton_is_exact(documents, added, dtype, queries=None):
     if queries is not None:
         qkv[0] = qkv[0].detach()[-queries:].requires_grad_()
         arguments["document_starts"] = arguments["document_starts"][:, -queries:].contiguous()
-    exact = run(attention_reference, qkv, arguments)
-    plain = run(attention_reference, qkv, arguments, dtype=dtype)
-    ours = run(triton, qkv, arguments)
-    assert_as_good_as_plain_torch(ours, plain, exact, dtype)
+    assert_exact(triton, qkv, arguments, dtype)
 
 
 @pytest.mark.parametrize(

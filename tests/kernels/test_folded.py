@@ -15,7 +15,7 @@ from pretrain.kernels.call import ScoreBias
 from pretrain.kernels.dispatch import attention
 from pretrain.kernels.reference import attention_reference
 from pretrain.positions.alibi import alibi_slopes
-from tests.kernels.test_dispatch import CUDA, assert_as_good_as_plain_torch, run
+from tests.kernels.test_dispatch import CUDA, assert_exact
 
 DTYPES = [torch.bfloat16, torch.float16]
 # Slopes of 16 and of 12 heads (most are no powers of two), a very shallow one and one above 1.
@@ -166,10 +166,7 @@ def make(case, dtype, device="cpu"):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_outputs_and_gradients(case, dtype):
     qkv, arguments = make(case, dtype)
-    exact = run(attention_reference, qkv, arguments)
-    plain = run(attention_reference, qkv, arguments, dtype=dtype)
-    ours = run(attention, qkv, arguments, backend="folded")
-    assert_as_good_as_plain_torch(ours, plain, exact, dtype)
+    assert_exact(attention, qkv, arguments, dtype, backend="folded")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -178,10 +175,7 @@ def test_several_chunks(dtype, monkeypatch):
     monkeypatch.setattr(folded, "QUERY_CHUNK", 64)
     for case in ("one chunk", "keys from before", "grouped queries"):
         qkv, arguments = make(case, dtype)
-        exact = run(attention_reference, qkv, arguments)
-        plain = run(attention_reference, qkv, arguments, dtype=dtype)
-        ours = run(attention, qkv, arguments, backend="folded")
-        assert_as_good_as_plain_torch(ours, plain, exact, dtype)
+        assert_exact(attention, qkv, arguments, dtype, backend="folded")
 
 
 @torch.no_grad()
@@ -243,12 +237,10 @@ def test_cuda_outputs_and_gradients(case, dtype, kernel, monkeypatch):
         # This kernel cannot share keys among heads, which are therefore repeated for a V100.
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 0))
     qkv, arguments = make(case, dtype, "cuda")
-    exact = run(attention_reference, qkv, arguments)
-    plain = run(attention_reference, qkv, arguments, dtype=dtype)
     bias = ScoreBias(arguments["slopes"], None, 128, True)
 
     def attend(q, k, v, slopes):
         with sdpa_kernel(getattr(SDPBackend, kernel)):
             return folded.attention_folded(q, k, v, bias, None, 0.0)
 
-    assert_as_good_as_plain_torch(run(attend, qkv, arguments), plain, exact, dtype)
+    assert_exact(attend, qkv, arguments, dtype)

@@ -34,20 +34,6 @@ def cluster() -> Iterator[Cluster]:
         slurm.stop()
 
 
-@pytest.fixture
-def pyxis_cluster(cluster: Cluster) -> Cluster:
-    """Return the cluster, whose srun and sbatch have the options of pyxis.
-
-    Where its plugin cannot be compiled the test is skipped, but with $CI it fails.
-    """
-    reason = cluster.without_pyxis
-    if reason and os.environ.get("CI"):
-        pytest.fail(f"no pyxis, and CI is set: {reason}")
-    if reason:
-        pytest.skip(f"no pyxis here: {reason}")
-    return cluster
-
-
 @pytest.fixture(autouse=True)
 def restored(request: pytest.FixtureRequest) -> Iterator[None]:
     """Start whatever a test has killed, and cancel the jobs that it has left."""

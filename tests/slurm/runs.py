@@ -29,6 +29,7 @@ from tests.end_to_end.commands import (
     succeeded,
     wait_for,
 )
+from tests.end_to_end.conftest import CONFIG as SMALL
 from tests.slurm.cluster import Cluster
 
 SITE = {
@@ -42,55 +43,16 @@ SITE = {
 TWO_RANKS = {"tasks_per_node": 2, "cpus_per_node": 2}
 
 CONFIG = """
-[run]
-directory = "{folder}/runs/none"
-
-[model]
-num_layers = 4
-hidden_size = 128
-num_attention_heads = 8
-hidden_dropout = 0.1
-make_vocab_size_divisible_by = 64
-
-[parallel]
-world_size = 2
-
-[batch]
-micro_batch_size = 8
-global_batch_size = 16
-
-[data]
-directory = "{data}"
-source = "shakespeare"
-sequence_length = 64
-vocab_size = 512
-tokens_per_block = 4096
-tokens_per_shard = 500_000
-tokenizer_training_bytes = 500_000
-
-[optimizer]
-learning_rate = 1e-3
-
-[schedule]
-lr_decay_style = "constant"
-
-[train]
-num_steps = {steps}
-
-[checkpoint]
-interval_steps = 10
-
-[evaluation]
-lengths = [64]
-max_tokens = 2048
-
-[logging]
-wandb = "disabled"
-tensorboard = false
-
-[recovery]
-hang_seconds = 20
-preflight_seconds = 0
+base = "small.toml"
+parallel.world_size = 2
+data.sequence_length = 64
+train.num_steps = {steps}
+checkpoint.interval_steps = 10
+evaluation = {{lengths = [64], interval_steps = 1000}}
+logging.interval_steps = 10
+recovery = {{hang_seconds = 20, preflight_seconds = 0}}
+batch = {{micro_batch_size = 8, global_batch_size = 16}}
+model = {{num_layers = 4, hidden_size = 128, num_attention_heads = 8, hidden_dropout = 0.1}}
 """
 STEPS = 60
 NO_PREFLIGHT = ("--set", "recovery.preflight_seconds=0")
@@ -128,7 +90,8 @@ class Runs:
     def __init__(self, cluster: Cluster, folder: Path, data: Path) -> None:
         self.cluster, self.folder, self.data = cluster, folder, data
         self.config = folder / "run.toml"
-        self.config.write_text(CONFIG.format(folder=folder, data=data, steps=STEPS))
+        (folder / "small.toml").write_text(SMALL.format(folder=folder, data=data))
+        self.config.write_text(CONFIG.format(steps=STEPS))
         self.site = write_site(folder / "site.toml", **TWO_RANKS)
 
     def launcher(self, *arguments: object) -> Done:
@@ -140,24 +103,17 @@ class Runs:
         """Return the options of `launcher submit` and `launcher local` for the run `name`."""
         return sets(f"run.directory={self.folder}/runs/{name}", *settings)
 
-    def submit(self, name: str, *settings: str, nodes: int = 2, config: object = None) -> Run:
+    def submit(self, name: str, *settings: str, **how: Any) -> Run:
         """Submit the run `name` on `nodes` nodes."""
-        succeeded(self.try_to_submit(name, *settings, nodes=nodes, config=config))
+        succeeded(self.try_to_submit(name, *settings, **how))
         return Run(self.cluster, self.folder / "runs" / name)
 
     def try_to_submit(
-        self, name: str, *settings: str, nodes: int = 2, config: object = None
+        self, name: str, *settings: str, nodes: int = 2, config: Any = None, options: Any = ()
     ) -> Done:
         """Run `launcher submit` and return how it ended."""
-        return self.launcher(
-            "submit",
-            config or self.config,
-            "--site",
-            self.site,
-            "--nodes",
-            nodes,
-            *self.options(name, *settings),
-        )
+        words = ["submit", config or self.config, "--site", self.site, "--nodes", nodes, *options]
+        return self.launcher(*words, *self.options(name, *settings))
 
     def local(
         self, name: str, nproc: int, *settings: str, config: object = None

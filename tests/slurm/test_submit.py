@@ -20,7 +20,7 @@ import tomli_w
 from pretrain.config import dump_config, load_config
 from pretrain.launcher import slurm
 from pretrain.rundir.attempts import Attempt
-from pretrain.rundir.jobs import JobRecord, append_job
+from pretrain.rundir.jobs import JobRecord, append_job, read_jobs
 from tests.end_to_end.commands import ROOT, Done, explained, launcher, sets, succeeded, wait_for
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import AS_AGENT, with_scripted_ranks, write_configs, write_site
@@ -96,11 +96,8 @@ class Desk:
             for path in files
         }
 
-    def job_ids(self, run: str) -> list[str]:
-        return [
-            json.loads(line)["job_id"]
-            for line in (self.work / run / "jobs.jsonl").read_text().splitlines()
-        ]
+    def job_ids(self, run: str | Path) -> list[str]:
+        return [job.job_id for job in read_jobs(self.work / run)]
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.commands import succeeded, wait_for
+from tests.end_to_end.commands import wait_for
 from tests.slurm.cluster import Cluster
-from tests.slurm.runs import STEPS, Run, Runs, losses, weights
+from tests.slurm.runs import STEPS, Runs, losses, weights
 
 MINUTES = 2
 SAVE_BEFORE_SECONDS = 30
@@ -28,7 +28,8 @@ def test_a_run_saves_before_its_time_limit_and_goes_on(
     runs = Runs(cluster, tmp_path, tiny_data)
     settings = f"recovery.hang_seconds={HANG_SECONDS}"
     undisturbed = runs.local("undisturbed", 2, settings)
-    run = submit(runs, settings)
+    limit = ("--time", MINUTES, "--save-before", SAVE_BEFORE_SECONDS)
+    run = runs.submit("limit", settings, options=limit)
     try:
         run.wait_for_step(1, 5)
         assert cluster.job(run.job_id)["TimeLimit"] == f"00:0{MINUTES}:00"
@@ -51,26 +52,6 @@ def test_a_run_saves_before_its_time_limit_and_goes_on(
     assert [step for step, _ in losses(run.directory)] == list(range(1, STEPS + 1))
     assert dict(losses(run.directory)) == dict(losses(undisturbed()))
     assert weights(run.directory) == weights(undisturbed())
-
-
-def submit(runs: Runs, settings: str) -> Run:
-    """Submit a run with the limit of MINUTES."""
-    succeeded(
-        runs.launcher(
-            "submit",
-            runs.config,
-            "--site",
-            runs.site,
-            "--nodes",
-            2,
-            "--time",
-            MINUTES,
-            "--save-before",
-            SAVE_BEFORE_SECONDS,
-            *runs.options("limit", settings),
-        )
-    )
-    return Run(runs.cluster, runs.folder / "runs/limit")
 
 
 def seconds(cluster: Cluster, job_id: str) -> int:

@@ -113,7 +113,7 @@ def prepared_by_the_attacker(users: Users, name: str) -> Path:
     """A run that the attacker submitted, opened to everybody and edited to run something else."""
     run = users.shared / name
     succeeded(users.submit(run, user=ATTACKER))
-    users.desk.wait_until_over(*job_ids(run))
+    users.desk.wait_until_over(*users.desk.job_ids(run))
     assert users.ran_as() == {str(ATTACKER)}
     for path in users.desk.notes.iterdir():
         path.unlink()
@@ -131,13 +131,9 @@ def prepared_by_the_attacker(users: Users, name: str) -> Path:
     return run
 
 
-def job_ids(run: Path) -> list[str]:
-    return [json.loads(line)["job_id"] for line in RunPaths(run).jobs.read_text().splitlines()]
-
-
 def test_a_run_that_another_user_prepared_is_shown_and_not_run(users: Users) -> None:
     run = prepared_by_the_attacker(users, "theirs")
-    before = job_ids(run)
+    before = users.desk.job_ids(run)
     shown = users.launcher("status", run)
     assert shown.code == 0 and "0/320" in shown.out, shown.text
     for done in (
@@ -151,13 +147,13 @@ def test_a_run_that_another_user_prepared_is_shown_and_not_run(users: Users) -> 
             done, 2, f"{run}: belongs to another user (owner {ATTACKER}, mode 0777)", "`cp -r`"
         )
     assert users.mine.read_text() == "mine" and users.ran_as() == set()
-    assert job_ids(run) == before
+    assert users.desk.job_ids(run) == before
 
 
 def test_a_user_s_own_run_holds_nothing_of_others(users: Users) -> None:
     run = users.shared / "mine"
     succeeded(users.submit(run))
-    users.desk.wait_until_over(*job_ids(run))
+    users.desk.wait_until_over(*users.desk.job_ids(run))
     assert users.ran_as() == {str(VICTIM)}
     # In the moment in which the victim had opened it, the attacker left a link and a name.
     paths, planted = RunPaths(run), RunPaths(run).logs / "attempt-0002.log"
@@ -171,6 +167,6 @@ def test_a_user_s_own_run_holds_nothing_of_others(users: Users) -> None:
     # Also a job that waits when that happens: the batch script's command looks again.
     (users.desk.notes / "ran.0").unlink()
     succeeded(users.launcher("requeue", run))
-    users.desk.wait_until_over(*job_ids(run))
+    users.desk.wait_until_over(*users.desk.job_ids(run))
     assert users.ran_as() == {str(VICTIM)} and users.mine.read_text() == "mine"
     shutil.rmtree(run)

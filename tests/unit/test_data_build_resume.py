@@ -25,12 +25,15 @@ from tests.conftest import mark_torture
 from tests.end_to_end.commands import fresh
 from tests.unit.test_data_build import (
     DOCUMENTS,
+    built,
     config,
     contents,
     refused,
     write_text,
 )
 from tests.unit.test_data_damage import flip
+
+__all__ = ["built"]
 
 
 class Killed(BaseException):
@@ -61,13 +64,6 @@ class Machine:
             return real(*args, **kwargs)
 
         return shim
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    root = write_text(tmp_path_factory.mktemp("built"))
-    build(config(root))
-    return root
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ def cleaner(**keys: object) -> Cleaner:
 
 
 CONTROLS = {chr(c) for c in range(sys.maxunicode + 1) if unicodedata.category(chr(c)) == "Cc"}
-HOSTILE = "a\x00b\r\nc\rd\x85\ufeff \tâ€™ é ﬁ &amp; \x1b[31m\ud800"
 
 
 def test_short_documents_are_left_out_and_counted() -> None:

@@ -74,13 +74,6 @@ def test_samples_cover_the_stream_and_share_one_token():
     assert [order.token_range(i, 5) for i in range(2)] == [(0, 6), (5, 6)]
 
 
-def test_every_epoch_visits_every_sample_once_in_an_order_of_its_own():
-    ids = order.sample_ids(np.arange(5 * 101), [101], seed=9).reshape(5, 101)
-    assert np.array_equal(np.sort(ids, axis=1), np.tile(np.arange(101), (5, 1)))
-    assert len(np.unique(ids, axis=0)) == 5
-    assert np.array_equal(ids[3], images(101, seed=9, epoch=3))
-
-
 # ---- at the size of a run ------------------------------------------------------------------------
 
 

@@ -8,12 +8,13 @@ import pytest
 from typer.testing import CliRunner
 
 from pretrain.cli.commands import app
-from pretrain.config import RunConfig, dump_config, parse_config
+from pretrain.config import RunConfig, dump_config
 from pretrain.data import view
 from pretrain.data.build import build
 from pretrain.data.stream import open_stream
 from pretrain.data.tokenizer import load_tokenizer
 from pretrain.data.view import Origins
+from tests.unit.test_data_build import config as config_of
 
 
 @pytest.fixture(scope="module")
@@ -26,29 +27,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
         pages = [" ".join(rng.choice(words, rng.integers(20, 90))) for _ in range(40)]
         (root / f"pages-{number}.txt").write_text("\n\n".join(pages))
         (root / f"book-{number}.text").write_text("\n".join(rng.choice(words, 2000)))
-    run = parse_config(
-        {
-            "run": {"directory": str(root / "run")},
-            "model": {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2},
-            "batch": {"micro_batch_size": 1, "global_batch_size": 1},
-            "data": {
-                "directory": str(root / "data"),
-                "sequence_length": 64,
-                "vocab_size": 320,
-                "tokens_per_block": 1024,
-                "tokens_per_shard": 2048,
-                "bytes_per_task": 9000,
-                "validation_fraction": 0.05,
-                "corpora": {
-                    "pages": {"source": "blank_lines", "paths": [str(root / "pages-*.txt")]},
-                    "books": {"paths": [str(root / "book-*.text")], "epochs": 2.0},
-                },
-            },
-            "optimizer": {"learning_rate": 1e-3},
-            "train": {"num_steps": 1},
-        },
-        "test",
-    )
+    corpora = {
+        "pages": {"source": "blank_lines", "paths": [str(root / "pages-*.txt")]},
+        "books": {"paths": [str(root / "book-*.text")], "epochs": 2.0},
+    }
+    sizes = {"sequence_length": 64, "vocab_size": 320, "tokens_per_shard": 2048}
+    sizes |= {"bytes_per_task": 9000, "validation_fraction": 0.05}
+    run = config_of(root, corpora=corpora, **sizes)
     build(run)
     return run
 

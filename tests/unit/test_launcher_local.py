@@ -5,15 +5,12 @@ Tested are exit codes, the ranks' environment, logs and signals, and that no pro
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from pretrain.config import load_config
 from pretrain.launcher.ranks import run_locally
-from tests.end_to_end.commands import TIMEOUT_SECONDS, wait_for
+from tests.end_to_end.commands import wait_for
 
 ROOT = Path(__file__).parents[2]
 RANK_VARIABLES = (
@@ -53,39 +50,6 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
     except FileNotFoundError:
         return False
-
-
-RUN = """
-import sys
-from pathlib import Path
-from tests.unit.test_launcher_local import run_processes
-sys.exit(run_processes({command!r}, {nproc}, Path({run!r})))
-"""
-
-
-class Launched:
-    """`run_processes` in a process of its own, for signals. The ranks leave their ids in files."""
-
-    def __init__(self, folder: Path, code: str, nproc: int = 2) -> None:
-        self.folder, self.nproc = folder, nproc
-        # Written under another name and renamed, so that a file that exists is complete.
-        note = f"open({str(folder)!r} + f'/new-{{rank}}', 'w').write(str(os.getpid()))\n"
-        note += (
-            f"os.rename({str(folder)!r} + f'/new-{{rank}}', {str(folder)!r} + f'/pid-{{rank}}')\n"
-        )
-        setup, _, work = code.partition("---\n")
-        command = python(setup + note + work)
-        run = RUN.format(command=command, nproc=nproc, run=str(folder))
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", run], cwd=ROOT, stderr=subprocess.PIPE, text=True
-        )
-        wait_for(lambda: all((folder / f"pid-{rank}").exists() for rank in range(nproc)))
-        self.ranks = [int((folder / f"pid-{rank}").read_text()) for rank in range(nproc)]
-
-    def end(self) -> tuple[int, str]:
-        """Wait for the launcher; return its exit code and what it wrote to stderr."""
-        _, errors = self.process.communicate(timeout=TIMEOUT_SECONDS)
-        return self.process.returncode, errors
 
 
 def test_every_rank_is_told_which_one_it_is_and_where_to_meet_the_others(tmp_path, monkeypatch):
@@ -170,16 +134,3 @@ sys.exit(4 * rank)
     children = [int(path.read_text()) for path in tmp_path.glob("child-*") if path.read_text()]
     assert children
     wait_for(lambda: not any(alive(child) for child in children))
-
-
-@pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="the kernel's parent-death signal is Linux's"
-)
-def test_a_killed_launcher_leaves_no_process(tmp_path):
-    launched = Launched(
-        tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n---\ntime.sleep(600)"
-    )
-    launched.process.kill()
-    launched.process.wait()
-    wait_for(lambda: not any(alive(pid) for pid in launched.ranks))
-    launched.process.stderr.close()

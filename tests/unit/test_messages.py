@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import os
-from pathlib import Path
 
 import pytest
 
@@ -22,56 +21,9 @@ from pretrain.launcher.site import load_site
 from pretrain.model.reach import check_reach
 from pretrain.rundir.jobs import check_goes_on
 from pretrain.rundir.paths import check_apart, exit_code_of
+from tests.unit.test_config import BASE, message, path
 
-ROOT = Path(__file__).parents[2]
-
-TEXT = """\
-[run]
-directory = "runs/small"
-
-[model]
-num_layers = 2
-hidden_size = 64
-num_attention_heads = 4
-
-[position]
-method = "alibi"
-
-[batch]
-micro_batch_size = 2
-global_batch_size = 32
-
-[data]
-directory = "data/small"
-source = "shakespeare"
-sequence_length = 64
-
-[optimizer]
-learning_rate = 3e-3
-
-[train]
-num_steps = 40
-
-[evaluation]
-lengths = [64, 256]
-"""
-
-
-def message(path: Path, *overrides: str) -> str:
-    """Return what is said about a config that is refused."""
-    with pytest.raises(ConfigError) as refused:
-        load_config(path, overrides)
-    return str(refused.value)
-
-
-@pytest.fixture
-def path(tmp_path):
-    """Return a config that is right."""
-    file = tmp_path / "small.toml"
-    file.write_text(TEXT)
-    load_config(file)
-    return file
-
+__all__ = ["path"]
 
 # A value of the command line: --set -> what the message names beside the file and the key.
 VALUES: list[tuple[str, tuple[str, ...]]] = [
@@ -137,7 +89,7 @@ def test_a_file_that_is_no_config(path, name):
 
 
 def test_a_misspelled_key_comes_before_what_is_missing_for_it(path):
-    path.write_text(TEXT.replace("num_layers", "num_layer"))
+    path.write_text(BASE.replace("num_layers", "num_layer"))
     first, second = message(path).splitlines()
     assert "model.num_layer: no such key, did you mean model.num_layers?" in first
     assert "model.num_layers: missing" in second

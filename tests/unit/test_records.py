@@ -6,7 +6,6 @@ import threading
 from pretrain.processes import Repeater
 from pretrain.rundir.attempts import Attempt, read_attempts, steps_done
 from tests.end_to_end.commands import wait_for
-from tests.unit.test_status import make_run, no_slurm  # noqa: F401  a fixture
 
 
 def test_the_step_of_an_end_is_what_the_lines_of_the_steps_prove(tmp_path):

@@ -30,8 +30,6 @@ from pretrain.launcher.status import (
 from pretrain.rundir.attempts import Attempt, Owner
 from pretrain.rundir.jobs import JobRecord, append_job
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture(autouse=True)
 def no_slurm(monkeypatch, tmp_path):

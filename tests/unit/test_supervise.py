@@ -254,6 +254,19 @@ def test_a_second_sigterm_does_not_end_the_save_under_way(tmp_path):
     assert read_attempts(tmp_path)[0].ended.reason == "saved at step 2"
 
 
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="the kernel's parent-death signal is Linux's"
+)
+def test_a_killed_launcher_leaves_no_process(tmp_path):
+    note = "write(run + f'/pid-{rank}', str(os.getpid()))\ntime.sleep(600)"
+    launched = Launched(tmp_path, begin=f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{note}")
+    pids = [tmp_path / f"pid-{rank}" for rank in range(2)]
+    wait_for(lambda: all(path.exists() for path in pids))
+    launched.process.kill()
+    launched.end()
+    wait_for(lambda: not any(alive(int(path.read_text())) for path in pids))
+
+
 # ---- the lock ------------------------------------------------------------------------------------
 
 
