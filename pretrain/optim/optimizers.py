@@ -76,7 +76,7 @@ class Optimizer(ChosenSection):
     """Factor on the learning rate of the position method's own parameters, such as T5's table of
     biases or trainable slopes, but not a learned position table, which is trained like an
     embedding. AdamW moves a number by about the learning rate per step, so a short training may
-    need a factor for T5's table: see configs/studies/debian_decide.toml."""
+    need a factor: docs/results/README.md has methods that gain by one, and others that lose."""
 
     # FREE, because it acts only at step 0: a checkpoint holds the current scale.
     initial_loss_scale_power: Free[int] = Field(default=16, ge=0)
