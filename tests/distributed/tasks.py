@@ -172,6 +172,20 @@ def in_fp16_on_cpu(task: Callable[..., Any], *args: Any) -> Any:
         return task(*args)
 
 
+def in_fp16_that_grows(task: Callable[..., Any], *args: Any) -> Any:
+    """Run a task in fp16 on a CPU; the loss scale doubles every second step, not every 1,000."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    update = DynamicLossScaler.update_scale
+
+    def often(scaler: Any, overflow: bool) -> None:
+        scaler.scale_window = 2
+        update(scaler, overflow)
+
+    with patch.object(DynamicLossScaler, "update_scale", often):
+        return in_fp16_on_cpu(task, *args)
+
+
 def uncompiled(task: Callable[..., Any], *args: Any) -> Any:
     """Run a task with compiled regions executed as plain Python.
 

@@ -151,6 +151,25 @@ def test_fp16_scales_its_loss(pools):
     assert_close_by_name(run(30, num_steps=1)["weights"], rounded, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_that_grows_the_loss_scale_is_a_step_like_any_other(pools, stage):
+    """With NAG, because Adam's updates do not depend on the scale of gradients."""
+    constant = {"lr_warmup_steps": 0, "lr_decay_style": "constant"}
+    optimizer = {"name": "nag", "learning_rate": 0.5, "weight_decay": 0.0, "clip_grad": 0.5}
+    config = _config(
+        parallel={"zero_stage": stage},
+        train={"precision": "fp16"},
+        optimizer={**optimizer, "initial_loss_scale_power": 10},
+        schedule=constant,
+    )
+    state, batches, *_ = _expected()
+    losses, norms, _ = train_dense(config, state, batches[:4], [0.5] * 4)
+    task = tasks.in_fp16_that_grows, tasks.train_steps
+    found, _ = pools(2).run(*task, config, state, batches[:4])
+    assert found["losses"] == pytest.approx(losses, rel=1e-3)
+    assert found["norms"] == pytest.approx(norms, rel=1e-3)
+
+
 # Unit roundoffs: half the distance from 1 to the next number.
 UNIT = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import signal
@@ -9,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch.distributed as dist
@@ -64,6 +65,7 @@ def test_the_same_bytes_as_without_training_beside(pools, tiny_data, tmp_path, l
     [
         ("killed", 0, "the process that writes checkpoints"),
         ("disk", 1, "cannot be written (No such file or directory"),
+        ("no memory", 1, "cannot be written (Cannot allocate memory"),
         ("nan", 1, "not finite"),
     ],
 )
@@ -192,6 +194,11 @@ def train_with_a_bad_writer(config: RunConfig, how: str, rank: int) -> str:
         if is_second and how == "killed":
             # So that it is killed before it has written.
             self._writer._process.send_signal(signal.SIGSTOP)
+        if is_second and how == "no memory":
+            # The process has died while it had nothing to do, and another cannot be started.
+            self._writer._process.kill()
+            self._writer._process.wait()
+            self._writer._start = Mock(side_effect=OSError(errno.ENOMEM, "Cannot allocate memory"))
         if is_second and how == "signals":
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
                 os.kill(self._writer._process.pid, number)

@@ -157,6 +157,27 @@ def test_after_a_change_every_corpus_goes_on_where_it_stood(tmp_path, changed_at
         second.locate(np.array([changed_at - 1]))
 
 
+def test_samples_of_another_length_begin_another_pass(tmp_path):
+    """None repeats before all were read, and the log says what is read again."""
+    stream = make_stream(tmp_path, {"a": 2001, "b": 801})
+    first = blend_of(stream, 2, {}, seed=4)
+    second = blend_of(stream, 8, {}, seed=4, before=first.segment, consumed=500)
+    read = pairs(second, 500, 350)
+    assert second.segment.samples == {"a": 250, "b": 100} and len(set(read)) == 350
+    assert second.passes_begun(500, 508) == {"a": 2, "b": 2}
+
+
+def test_many_corpora_are_placed_without_overflow():
+    """Six shares below 2^31 whose sum is above it, against Python's integers."""
+    shares = {name: 10**9 + 7 * number for number, name in enumerate("abcdef")}
+    found = blend(dict.fromkeys("abcdef", 10**6), shares)
+    index = np.arange(3 * 10**9, 3 * 10**9 + 20)
+    corpora, _ = found.locate(index)
+    for at, corpus in zip(index, corpora):
+        before, after = found.counts(int(at)), found.counts(int(at) + 1)
+        assert after[found.names[corpus]] == before[found.names[corpus]] + 1
+
+
 def test_later_starts_know_the_segment(tmp_path):
     stream = make_stream(tmp_path, {"a": 2001, "b": 801})
     weights = {"a": CorpusSection(weight=1), "b": CorpusSection(weight=5, paths=("x",))}

@@ -182,6 +182,11 @@ def test_a_failed_upload_warns_once_and_is_tried_again_with_the_next_checkpoint(
     assert newest is not None and newest.lineage.id == second.lineage.id
     # Of those at hand the newest goes first.
     assert faults.writes.index("newest.json") < len(faults.writes) - 1
+    # A replay has gone back to the first and set the second aside.
+    shutil.rmtree(second.path)
+    assert rounds.upload() == []
+    newest = Store(f"faulty://{tmp_path}/store").newest()
+    assert newest is not None and newest.lineage.id == first.lineage.id
 
 
 def test_a_process_that_dies_is_told_of_and_made_up_for(tmp_path, capsys):
