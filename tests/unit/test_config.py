@@ -145,6 +145,10 @@ REFUSALS = [
     ("recovery.repeat_interval_steps=9 parallel.zero_stage=2", "_steps = 9: at ZeRO 2 gradients"),
     (f"{PP2} parallel.zero_stage=3", "parallel.zero_stage = 3: ZeRO 3 does not work with pipeline"),
     ("parallel.zero_stage=2 parallel.gradient_reduce_dtype=bf16", "gradient_reduce_dtype = bf16"),
+    (
+        "parallel.zero_stage=3 train.recompute_granularity=full position.method=t5",
+        "train.recompute_granularity = full: at ZeRO 3",
+    ),
     ("parallel.gradient_reduce_dtype=fp16", "parallel.gradient_reduce_dtype = fp16: gradients of"),
     ("parallel.sequence_parallel=true", "parallel.sequence_parallel = true: there is one tensor"),
     (f"{SP2} evaluation.lengths=[67]", "evaluation.lengths = 67: not divisible by the 2 ranks"),

@@ -12,7 +12,8 @@ from pretrain.config import RunConfig, load_config, num_parameters, num_paramete
 from pretrain.config.tensors import ModelTensor, model_tensors, stage_tensors
 from pretrain.plan.command import candidates
 from pretrain.plan.memory import Stage, stage_of, stages_of
-from pretrain.positions.base import METHODS
+from pretrain.positions.base import METHODS, OWN
+from tests.conftest import tiny_config
 
 PATH = "configs/cc100_roberta/alibi_1024.toml"
 KEYS = {
@@ -215,3 +216,21 @@ def test_tensor_parallel_ranks_stay_in_a_node():
     for gpus, sizes in ((24, {1, 2, 4, 8}), (6, {1, 2, 3, 6})):
         found = {layout.tensor for _, layout in candidates(config, gpus, Counter())}
         assert found == sizes
+
+
+def test_stages_of_unequal_sizes_cut_the_positions_that_they_share_alike():
+    """The copies are summed and compared bucket by bucket."""
+    config = tiny_config(
+        parallel={"pipeline_model_parallel_size": 2},
+        model={"num_layers": 5, "ffn_hidden_size": 384},
+        position={"method": "transformer_xl"},
+    )
+    first, last = (
+        [
+            b.names
+            for b in stage_of(config, config.layout(4), n).buckets
+            if b.names[0].startswith(OWN)
+        ]
+        for n in range(2)
+    )
+    assert first == last != []

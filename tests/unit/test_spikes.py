@@ -90,3 +90,16 @@ def test_a_window_of_another_size_begins_anew():
     second.load(first.to_lists())
     lists = second.to_lists()
     assert (lists["steps_observed"], lists["updates_skipped"]) == ([0], [1])
+
+
+def test_a_forgotten_window_stays_forgotten_when_it_is_loaded_again():
+    """A rollback loads the checkpoint at which a phase began a second time."""
+    first, second = SpikeDetector(6.0, 32), SpikeDetector(6.0, 32)
+    observe(first, noisy(40, seed=7))
+    before = first.to_lists()
+    second.load(before, forgets=True)
+    observe(second, noisy(40, seed=8))
+    later = second.to_lists()
+    for lists, steps in ((before, 0), (later, 40), (json.loads(json.dumps(before)), 0)):
+        second.load(lists)
+        assert second.to_lists()["steps_observed"] == [steps]
