@@ -194,7 +194,8 @@ class Segment:
     shares: dict[str, int]
     """Corpus -> its share, relative to the other shares."""
     consumed: dict[str, int]
-    """Corpus -> number of its samples that were consumed before `start`."""
+    """Corpus -> number of its samples before `start`: those consumed, or whole passes if samples
+    of another number were."""
 
 
 class Split(NamedTuple):
