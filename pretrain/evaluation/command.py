@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import pretrain.topology
 from pretrain import platform
@@ -505,7 +505,21 @@ class OpenedFolder(Opened):
                 f"length {longest}: {self.path} does not compute so many tokens at once "
                 f"({import_model.in_a_line(error)}). Choose shorter --lengths"
             ) from None
+        if _looks_ahead(model, ids.new_zeros(1, 8)):
+            raise ConfigError(
+                f"{self.path}: a token's prediction depends on the tokens after it, as in an "
+                "encoder, so it has no perplexity. Name a model that predicts the next token"
+            )
         return [StockChunk(model, self.config)], topology
+
+
+@torch.no_grad()
+def _looks_ahead(model: Any, ids: Tensor) -> bool:
+    """Return True if another last token changes the logits of those before it."""
+    last = torch.ones_like(ids[:, :1])
+    both = ids, torch.cat([ids[:, :-1], last], 1)
+    seen, other = (model(input_ids=each, use_cache=False).logits[:, :-1].float() for each in both)
+    return bool((seen - other).abs().max() > 1e-3 * seen.abs().max())
 
 
 def open_source(

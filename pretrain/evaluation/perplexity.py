@@ -559,6 +559,11 @@ class StockChunk(nn.Module):
     def forward(self, inputs: Tensor, _positions: Any, _starts: Any, labels: Tensor) -> Tensor:
         """Return the losses in nats of the labels [B, n] of the last n positions."""
         inputs = inputs.to(next(self.model.parameters()).device)
+        # transformers keeps the frequencies of "dynamic" rotary positions from the longest pass so
+        # far (modeling_rope_utils.py, `dynamic_rope_update`). Each pass has those of its length.
+        for module in self.model.modules():
+            if hasattr(module, "max_seq_len_cached"):
+                module.max_seq_len_cached = 0
         logits = self.model(input_ids=inputs, use_cache=False).logits
         # A hook on the output layer keeps the logits of the last positions, [n, B, V].
         logits, _ = self.output_layer(logits.transpose(0, 1))

@@ -488,7 +488,8 @@ def make_curves(records: Sequence[Record]) -> list[Curve]:
 
     Runs are averaged when they agree in method, training length, settings, tokenizer, validation
     set, precision, step, protocol and lengths, and each has another seed. Two runs with one seed
-    differ in something else, and then none of them is averaged.
+    differ in something else, and then none of them is averaged. Nor are models at step 0, of
+    whose training nothing is known.
 
     Args:
         records: Evaluations with the keys of `records.FIELDS`.
@@ -510,7 +511,8 @@ def make_curves(records: Sequence[Record]) -> list[Curve]:
     for group in grouped(found, but_the_seed).values():
         # Two runs with one seed differ in something else.
         differ = len({source.seed for source, _ in group}) == len(group)
-        members += [group] if differ else [[key] for key in group]
+        is_known = group[0][0].step > 0
+        members += [group] if differ and is_known else [[key] for key in group]
     names = _names([tuple(source for source, _ in keys) for keys in members])
     curves = []
     for keys in members:

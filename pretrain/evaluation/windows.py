@@ -44,7 +44,7 @@ from numpy.typing import NDArray
 
 from pretrain.config import ConfigError, RunConfig
 from pretrain.config.run import MASKED, PIECE, PROTOCOLS, STREAM
-from pretrain.data.shards import DICTIONARY
+from pretrain.data.shards import DICTIONARY, MODEL
 from pretrain.data.stream import TokenStream
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -286,7 +286,8 @@ class ScoredText:
         tokenizer = load_tokenizer(self._stream.tokenizer_path)
         if (self._ids[1:] == tokenizer.unk_id).any():
             return 0
-        if tokenizer.file_name != DICTIONARY and self.tokens == self.total:
+        # Other tokenizers may have changed the text: only what their tokens stand for is predicted.
+        if tokenizer.file_name == MODEL and self.tokens == self.total:
             return self._stream.text_bytes
         return text_bytes(tokenizer, self._ids[1:])
 

@@ -645,7 +645,9 @@ def records_of(study: Study) -> list[dict[str, Any]]:
         file = run.record / CURVE
         rows = [r for r in read_records(file) if r["length"] in study.lengths]
         lengths = {r["length"] for r in rows if Path(r["run"]).name == run.name}
-        if lacks := {*study.lengths} - lengths:
+        # Lengths beyond the text were left out.
+        most = max((r["tokens"] for r in rows), default=math.inf)
+        if lacks := {length for length in study.lengths if length <= most} - lengths:
             raise ConfigError(
                 f"{file}: has no perplexity of {run.name} at {min(lacks)} tokens, which {RECORD} "
                 f"lists. Put the file back, or remove {run.record} to evaluate or train again"

@@ -82,7 +82,9 @@ def naive_jsonl(raw: bytes) -> list[str]:
 
 def test_parquet_reads_one_document_a_row_by_row_groups(tmp_path):
     written = [f"row {i} " + "é" * i for i in range(100)]
-    table = pyarrow.table({"n": [{"x": i} for i in range(100)], "body": written})
+    # Two leaves before the text, and another column of text where it is the third leaf.
+    nested = [{"x": i, "y": i} for i in range(100)]
+    table = pyarrow.table({"n": nested, "body": written, "url": ["http://x"] * 100})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)
     encoded = table.set_column(1, "body", table["body"].dictionary_encode())
     parquet.write_table(encoded, tmp_path / "b.parquet")

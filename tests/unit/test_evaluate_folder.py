@@ -8,10 +8,10 @@ import pytest
 import tokenizers
 import torch
 import torch.nn.functional as F
-from tokenizers import decoders, pre_tokenizers
+from tokenizers import decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
-from transformers import GPTJConfig, GPTJForCausalLM
+from transformers import BertConfig, BertLMHeadModel, GPTJConfig, GPTJForCausalLM
 
 from pretrain.config import ConfigError, EvaluationRequest
 from pretrain.data.stream import TokenStream
@@ -23,6 +23,7 @@ from tests.unit.test_import import llama
 
 TEXT = "To be, or not to be: that is the question. \N{SNOWMAN}\n" * 40
 GPTJ = GPTJConfig(vocab_size=300, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64)
+BERT = BertConfig(vocab_size=300, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
 
 
 @pytest.fixture
@@ -85,6 +86,35 @@ def test_a_class_without_a_table_reads_a_splits_text_by_its_own_tokenizer(folder
     assert slid["loss_nats"] == pytest.approx(by_stride / 128, rel=1e-6)
     with pytest.raises(ConfigError, match=r"length 128: .*hf does not compute .*out of bounds"):
         evaluated(folder, lengths="128", settings=[data])
+
+
+@pytest.mark.parametrize("folder", [lambda: GPTJForCausalLM(GPTJ)], indirect=True)
+def test_text_that_a_tokenizer_drops_has_no_bytes(folder, tmp_path):
+    file = str(folder / "tokenizer.json")
+    changed = tokenizers.Tokenizer.from_file(file)
+    changed.normalizer = normalizers.Replace(tokenizers.Regex(r"\s+"), " ")
+    changed.save(file)
+    (tmp_path / "text").write_text("to  be\n\n" * 100)
+    [whole] = evaluated(folder, lengths="16", text=[str(tmp_path / "text")])
+    assert whole["bytes"] == len("to be " * 100)
+
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    "folder", [lambda: llama(vocab_size=300, rope_parameters=DYNAMIC)], indirect=True
+)
+def test_dynamic_rotary_positions_are_those_of_each_length(folder, tmp_path):
+    text = [str(tmp_path / "text")]
+    [alone] = evaluated(folder, lengths="64", text=text)
+    assert evaluated(folder, lengths="64,256", text=text)[0]["loss_nats"] == alone["loss_nats"]
+
+
+@pytest.mark.parametrize("folder", [lambda: BertLMHeadModel(BERT)], indirect=True)
+def test_an_encoder_has_no_perplexity(folder, tmp_path):
+    with pytest.raises(ConfigError, match="depends on the tokens after it"):
+        evaluated(folder, lengths="16", text=[str(tmp_path / "text")])
 
 
 @pytest.mark.parametrize("folder", [lambda: llama(vocab_size=300)], indirect=True)

@@ -16,20 +16,24 @@ import pytest
 
 from pretrain.bench.timing import check_contestants
 from pretrain.config import ConfigError, dump_config, load_config
+from pretrain.evaluation.records import records_json
 from pretrain.positions.base import METHODS
 from pretrain.processes import Processes, Stopped
 from pretrain.study.command import Request, measured_as, run_study
 from pretrain.study.runs import (
     Study,
+    asked_of,
     check_directory,
     check_records,
     check_runs,
     is_recorded,
     load_study_file,
     other_differences,
+    records_of,
     resolve,
 )
 from tests.end_to_end.commands import wait_for
+from tests.unit.report_records import make_record
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "configs/demo.toml"
@@ -274,6 +278,21 @@ def test_a_record_is_kept_where_no_more_is_asked_and_is_otherwise_not_trained_ag
     assert is_recorded(found, found.runs[0]) == same
     with nullcontext() if same else pytest.raises(ConfigError, match=r"record\.json has \{"):
         check_records(found)
+
+
+def test_a_record_lacks_no_length_that_is_longer_than_the_text(tmp_path: Path) -> None:
+    keys = FIELDS | {"directory": f'"{tmp_path}/s"'}
+    found = study(tmp_path, keys, "[evaluation]\nlengths = [64, 128, 256]")
+    run = found.runs[0]
+    named = {"run": str(run.config.directory), "tokens": 200}
+    rows = [make_record(length=length, **named) for length in (64, 128)]
+    run.record.mkdir(parents=True)
+    (run.record / "record.json").write_text(json.dumps({"asked": asked_of(found)}))
+    (run.record / "curve.json").write_bytes(records_json(rows))
+    assert [r["length"] for r in records_of(found)] == [64, 128]
+    (run.record / "curve.json").write_bytes(records_json(rows[1:]))
+    with pytest.raises(ConfigError, match="at 64 tokens, which"):
+        records_of(found)
 
 
 PHASES = """

@@ -53,7 +53,8 @@ class Parquet(Source):
         """
         pyarrow = optional("pyarrow", piece.path)
         with _open(piece.path) as file:
-            field = file.schema_arrow.names[_column(piece.path, file, self.field(corpus))]
+            field = self.field(corpus)
+            _column(piece.path, file, field)
             groups = [
                 file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)
             ]
