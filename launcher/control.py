@@ -508,14 +508,16 @@ def _submit_again(run: Path, record: JobRecord) -> None:
             f"`launcher submit {shlex.quote(str(config))} --set run.directory={run} ...`"
         )
     launch_script = RunPaths(run).launch_script
-    arguments = list(read_launch(run).sbatch)
+    launch = read_launch(run)
+    arguments = list(launch.sbatch)
     try:
         script = read_trusted(launch_script)
     except OSError as error:
         raise ConfigError(
             f"{launch_script}: cannot be read ({error.strerror}). Submit the run again"
         ) from None
-    index = record.array_index
+    # Not the record's: a submission that Slurm refused has left its script, and no record.
+    index = launch.array_index
     if index is not None:
         # Still an array, but with this run's task alone: the script chooses the run by
         # SLURM_ARRAY_TASK_ID, and the other runs of the sweep may still have their jobs.

@@ -45,6 +45,7 @@ from pretrain.rundir.checkpoints import (
     checkpoint_step,
     checkpoints_awaiting_evaluation,
     named_by_step,
+    read_lineage,
 )
 from pretrain.rundir.files import make_directory, publish_directory
 from pretrain.rundir.jobs import append_job, job_id_of, read_jobs
@@ -277,6 +278,8 @@ def resume(run: Path) -> None:
     paths = RunPaths(run)
     if not paths.evaluation_plan.exists() and paths.paused_evaluation_plan.exists():
         paths.paused_evaluation_plan.replace(paths.evaluation_plan)
+        # Jobs that were cancelled do not count as attempts.
+        write_plan(run, read_plan(run).model_copy(update={"made_at": time.time()}))
 
 
 def plan_evaluations(
@@ -454,7 +457,8 @@ def evaluate_once(
     if result.exists():
         say(f"{name}: evaluated before")
         return ExitCode.FINISHED
-    out = _new_folder(run, name) / "result"
+    checkpoint = RunPaths(run).checkpoints / name
+    out, lineage = _new_folder(run, name) / "result", read_lineage(checkpoint)
     ranks = start(out / "curve.json")
     try:
         while (code := ranks.poll()) is None:
@@ -468,6 +472,9 @@ def evaluate_once(
         why = "asked to stop" if signals.stops else ranks.failure or f"exit code {code}"
         say(f"{name}: not evaluated: {why}")
         return code
+    if read_lineage(checkpoint) != lineage:
+        say(f"{name}: not evaluated: the run went back and saved another checkpoint of that name")
+        return ExitCode.FAILED
     _publish(out, result)
     say(f"{name}: evaluated; see {result}/report.md")
     return ExitCode.FINISHED

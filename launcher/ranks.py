@@ -249,8 +249,11 @@ class SrunRanks:
         if code in TOGETHER or (code and self._is_asked):
             # The others end by themselves, and one of them may still have to report the reason.
             patience = KILL_AFTER_SECONDS
+        elif code:
+            patience = SETTLE_SECONDS
         else:
-            patience = SETTLE_SECONDS if code else KILL_SECONDS
+            # It may have left before rank 0, which waits for its upload.
+            return
         self._deadline = min(self._deadline, now + patience)
 
     def _copy_output(self, source: IO[bytes], log: IO[bytes]) -> None:

@@ -450,8 +450,8 @@ def send(runs: Sequence[TrainingRun], job: Job, files: Mapping[Path, str]) -> li
     # Slurm writes to this folder as this user, and follows links.
     check_own_directory(job.logs)
     launch_files, source = dict(files), read_source()
-    for run in runs:
-        launch_files |= _launch_files(run, job, source)
+    for index, run in enumerate(runs):
+        launch_files |= _launch_files(run, job, source, index if job.is_array else None)
     folders = [job.logs, *(RunPaths(run.directory).logs for run in runs)]
     # Written before sbatch runs: on an idle cluster the job may start, and read the files, before
     # sbatch returns; and Slurm does not create the folder of --output, without which a job dies
@@ -472,7 +472,9 @@ def send(runs: Sequence[TrainingRun], job: Job, files: Mapping[Path, str]) -> li
     return ids
 
 
-def _launch_files(run: TrainingRun, job: Job, source: Source) -> dict[Path, str]:
+def _launch_files(
+    run: TrainingRun, job: Job, source: Source, array_index: int | None
+) -> dict[Path, str]:
     """Return the files of RUN/launch, which the job reads, with their texts.
 
     The job reads these copies only, so edits of the user's config and site files while the job
@@ -484,6 +486,7 @@ def _launch_files(run: TrainingRun, job: Job, source: Source) -> dict[Path, str]
         num_tasks=run.num_tasks,
         nodes=run.nodes,
         sbatch=tuple(job.arguments()),
+        array_index=array_index,
         site=job.site.model_dump(mode="json"),
         allow_changed=run.allow_changed,
         commit=source.commit,

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     Read = Callable[[str], Tensor]
     """Maps the class's name of a tensor to the tensor, in fp32."""
+    State = Mapping[str, Tensor] | None
+    """Our tensors by name, where some of them may be stored in the settings."""
 
 CODE = Path(__file__).with_name("modeling_slopes.py")
 """The code that a folder contains if its class is not in transformers."""
@@ -493,9 +495,7 @@ class HuggingFaceClass(TensorTable):
         raise NotImplementedError
 
     # -- export: settings --
-    def settings(
-        self, config: RunConfig, max_length: int, state: Mapping[str, Tensor] | None = None
-    ) -> dict[str, Any]:
+    def settings(self, config: RunConfig, max_length: int, state: State = None) -> dict[str, Any]:
         """Return the keyword arguments of the class's config.
 
         Args:
@@ -523,7 +523,7 @@ class HuggingFaceClass(TensorTable):
         config: RunConfig,
         max_length: int,
         special: Mapping[str, int],
-        state: Mapping[str, Tensor] | None = None,
+        state: State = None,
     ) -> Any:
         """Return the transformers config of a model.
 

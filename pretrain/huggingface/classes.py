@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -46,7 +46,7 @@ from pretrain.positions.alibi import MAX_SLOPE, bias_max_of, slopes_with
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pretrain.huggingface.base import Read
+    from pretrain.huggingface.base import Read, State
 
 SLOPES = "position.slopes"
 """Name of trained slopes, which the classes of `modeling_slopes` store among their settings."""
@@ -170,9 +170,7 @@ float16 rounds them too much. A model with exact GELU and without biases is expo
 does not."""
         return own if config.model.embedding_layernorm else f"{_NEUTRAL}\n\n{own}"
 
-    def settings(
-        self, config: RunConfig, max_length: int, state: Mapping[str, Tensor] | None = None
-    ) -> dict[str, Any]:
+    def settings(self, config: RunConfig, max_length: int, state: State = None) -> dict[str, Any]:
         stream = 1.0 if config.model.embedding_layernorm else BLOOM_STREAM_SCALE
         scaled = {"layer_norm_epsilon": config.model.layernorm_epsilon * stream**2}
         return super().settings(config, max_length, state) | scaled
@@ -340,9 +338,7 @@ class _WithSlopes(HuggingFaceClass):
     )
     settings_tensors: ClassVar = {SLOPES: "slopes"}
 
-    def settings(
-        self, config: RunConfig, max_length: int, state: Mapping[str, Tensor] | None = None
-    ) -> dict[str, Any]:
+    def settings(self, config: RunConfig, max_length: int, state: State = None) -> dict[str, Any]:
         import torch
 
         found = (state or {}).get(SLOPES, torch.tensor(config.position.head_slopes(config)))
@@ -384,9 +380,7 @@ class MptSlopes(_WithSlopes, Mpt):
     rows = _with_slopes(Mpt.rows)
     heads_key = "n_heads"
 
-    def settings(
-        self, config: RunConfig, max_length: int, state: Mapping[str, Tensor] | None = None
-    ) -> dict[str, Any]:
+    def settings(self, config: RunConfig, max_length: int, state: State = None) -> dict[str, Any]:
         found = super().settings(config, max_length, state)
         if SLOPES not in config.position.tensors(config):
             # For programs that compute the slopes from this key.

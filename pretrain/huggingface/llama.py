@@ -34,7 +34,7 @@ from pretrain.huggingface.base import (
 from pretrain.positions.rotary import Linear, Llama3, Ntk, Yarn
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from pretrain.huggingface.base import State
 
 # ---- Rotary positions, whose settings are the same for all classes of transformers ---------------
 _SCALINGS: dict[str, type[Linear]] = {"linear": Linear, "yarn": Yarn, "llama3": Llama3}
@@ -78,9 +78,7 @@ class Rotated(HuggingFaceClass):
 
     positions = ("rotary",)
 
-    def settings(
-        self, config: RunConfig, max_length: int, state: Mapping[str, Tensor] | None = None
-    ) -> dict[str, Any]:
+    def settings(self, config: RunConfig, max_length: int, state: State = None) -> dict[str, Any]:
         found = super().settings(config, max_length, state)
         method: Any = config.position
         if isinstance(getattr(method, "rotary_scaling", None), Ntk):

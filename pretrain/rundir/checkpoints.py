@@ -493,14 +493,19 @@ def find_checkpoint(path: Path) -> Path:
     )
 
 
-def checkpoints_awaiting_evaluation(run: Path) -> list[Path]:
+def checkpoints_awaiting_evaluation(run: Path, *, with_paused: bool = False) -> list[Path]:
     """Return the complete checkpoints that are to be evaluated by a plan and have no result.
 
     Oldest first, and only ancestors of the newest checkpoint. A folder in RUN/evaluations is
     published complete: a result, or the note that the launcher gave the checkpoint up.
+
+    Args:
+        run: The run's directory.
+        with_paused: Count a plan that `launcher cancel` has paused, too.
     """
     paths = RunPaths(run)
-    if not paths.evaluation_plan.exists():
+    plans = [paths.evaluation_plan, paths.paused_evaluation_plan][: 1 + with_paused]
+    if not any(plan.exists() for plan in plans):
         return []
     evaluated = {path.name for path in named_by_step(paths.evaluations)}
     found = [saved for saved in saved_checkpoints(run) if is_complete(saved.path)]

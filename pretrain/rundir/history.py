@@ -295,7 +295,7 @@ def old_checkpoints(run: Path, newest: Path, policy: Policy) -> list[Path]:
         return []
     line = {s.step: s.path for s in saved_checkpoints(run) if s.is_sound and _leads_to(s, lineage)}
     losses = {step: _validation_loss(path) for step, path in line.items()}
-    awaited = {_step(path) for path in checkpoints_awaiting_evaluation(run)}
+    awaited = {_step(path) for path in checkpoints_awaiting_evaluation(run, with_paused=True)}
     return [line[step] for step in removable(losses, policy, awaited)]
 
 

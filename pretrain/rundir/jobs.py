@@ -90,6 +90,8 @@ class LaunchRecord:
     """The number of nodes."""
     sbatch: tuple[str, ...]
     """The arguments of sbatch."""
+    array_index: int | None
+    """The run's task in the script, which is that of a sweep; None if the script starts one run."""
     site: dict[str, Any]
     """The site file, resolved."""
     allow_changed: tuple[str, ...] = ()

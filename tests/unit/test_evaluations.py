@@ -3,6 +3,7 @@
 Tested are which checkpoints wait for an evaluation, and what a job leaves when it is killed.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -82,6 +83,10 @@ def save(run, step):
 def test_a_plan_reads_back_and_the_job_is_smaller_than_trainings(tmp_path):
     plan = planned(tmp_path)
     assert read_plan(tmp_path) == plan
+    # Jobs that `launcher cancel` has ended are no attempts.
+    evaluations.pause(tmp_path)
+    evaluations.resume(tmp_path)
+    assert read_plan(tmp_path).made_at > plan.made_at
     arguments = plan.job(tmp_path).arguments()
     assert {"--nodes=1", "--ntasks-per-node=8", "--requeue", "--time=12:00:00"} <= set(arguments)
     assert not any(argument.startswith("--signal") for argument in arguments)
@@ -178,3 +183,16 @@ evaluate_once(Path({str(tmp_path)!r}), STEP, evaluating(Path({str(tmp_path)!r}),
     # What is there is not made again.
     assert evaluate_once(tmp_path, STEP, evaluating(tmp_path)) == 0
     assert (tmp_path / "begun").read_text() == "begun\n" * 2
+
+
+def test_the_result_of_a_checkpoint_that_was_replaced_is_not_published(tmp_path):
+    manifest = tmp_path / f"checkpoints/{save(tmp_path, 100)}/manifest.json"
+
+    def begin(out):
+        lineage = {"id": "b", "step": 100, "parent": None, "branches": [{"id": "r", "since": 0}]}
+        manifest.write_text(json.dumps(lineage))
+        return evaluating(tmp_path)(out)
+
+    assert evaluate_once(tmp_path, STEP, begin) == 1
+    assert not (tmp_path / "evaluations" / STEP).exists()
+    assert evaluate_once(tmp_path, STEP, begin) == 0

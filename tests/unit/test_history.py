@@ -36,6 +36,7 @@ from pretrain.rundir.checkpoints import (
 from pretrain.rundir.history import (
     Policy,
     begins_branch,
+    old_checkpoints,
     recover,
     removable,
     remove_old,
@@ -168,6 +169,15 @@ def test_evaluations_follow_the_line_of_the_newest(tmp_path):
     assert names(checkpoints_awaiting_evaluation(run)) == [2, 4]
     write(run / "abandoned/0001/step-00000001", 1)
     assert names(checkpoints_awaiting_evaluation(run)) == [2, 4]
+    # Paused by `launcher cancel`, no job is sent for them, and none is deleted.
+    paths = RunPaths(run)
+    paths.evaluation_plan.rename(paths.paused_evaluation_plan)
+    write(checkpoint_directory(run, 6), 6)
+    assert checkpoints_awaiting_evaluation(run) == []
+    assert old_checkpoints(run, checkpoint_directory(run, 6), Policy(keep=1)) == []
+    paths.paused_evaluation_plan.unlink()
+    old = old_checkpoints(run, checkpoint_directory(run, 6), Policy(keep=1))
+    assert names(old) == [2]
     with pytest.raises(ConfigError, match="cannot be known"):
         find_checkpoint(run)
 

@@ -1,5 +1,6 @@
 """The run's directory: names, publication, damaged files, and the page that describes it all."""
 
+import dataclasses
 import json
 import math
 import re
@@ -14,6 +15,7 @@ import pytest
 
 from pretrain.config import ConfigError, RunFailed
 from pretrain.evaluation.report import report_run
+from pretrain.launcher import slurm
 from pretrain.launcher.control import _submit_again
 from pretrain.rundir.attempts import Attempt, read_attempts
 from pretrain.rundir.checkpoints import (
@@ -30,7 +32,7 @@ from pretrain.rundir.files import (
     publish_directory,
     read_json_lines,
 )
-from pretrain.rundir.jobs import JobRecord, append_job, read_jobs
+from pretrain.rundir.jobs import JobRecord, LaunchRecord, append_job, read_jobs
 from pretrain.rundir.metrics import MetricsFile, evaluation_records, evaluations_at, read_metrics
 from pretrain.rundir.paths import VERSION, RunPaths, check_version, claim_version
 
@@ -260,3 +262,18 @@ def test_a_job_belongs_to_the_directory_it_was_sent_for_and_not_to_a_copy(tmp_pa
     # The batch script would start what lies at the former path.
     with pytest.raises(ConfigError, match=f"was submitted as {run}, and moved since"):
         _submit_again(moved, read_jobs(moved)[0])
+
+
+def test_what_is_submitted_again_is_the_run_of_the_script(tmp_path, monkeypatch):
+    """Slurm refused a later sweep: RUN/launch has its script, the newest record an earlier task."""
+    sent = []
+    monkeypatch.setattr(slurm, "submit_script", lambda *given: sent.append(given) or "9")
+    record = JobRecord("7_3", "train", "b", 1.0, "site", 1, 1, str(tmp_path), array_index=3)
+    launch = LaunchRecord(("srun",), "python", 1, 1, ("--array=0-1",), 1, {})
+    paths = RunPaths(tmp_path)
+    paths.launch_record.parent.mkdir()
+    paths.launch_record.write_text(json.dumps(dataclasses.asdict(launch)))
+    paths.launch_script.write_text("script")
+    _submit_again(tmp_path, record)
+    assert sent == [(["--array=1"], "script")]
+    assert read_jobs(tmp_path)[-1].job_id == "9_1"

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,12 +62,22 @@ exec sleep 600
 """
 
 
-def test_a_rank_that_has_failed_is_the_cause_although_slurm_is_slow_to_end_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+# Has the agents of two ranks, of which rank 1 has ended and rank 0 still uploads, until stdin ends.
+UPLOADS = """#!/bin/bash
+echo '0: rank agent: {"code": null}'
+echo '1: rank agent: {"code": 0}'
+read -r -t 3
+[ $? -gt 128 ] && echo '0: uploaded'
+echo '0: rank agent: {"code": 0}'
+cat
+"""
+
+
+def attempt_with(srun: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return how an attempt ends whose srun is this program. Only its own answers are awaited."""
     monkeypatch.setattr(ranks, "KILL_SECONDS", 0.5)
     monkeypatch.setattr(ranks, "ANSWER_SECONDS", 0.5)
-    (program := tmp_path / "srun").write_text(SLOW)
+    (program := tmp_path / "srun").write_text(srun)
     program.chmod(0o755)
     settings = [f"run.directory={tmp_path / 'run'}", "recovery.hang_seconds=60"]
     attempt = Attempt.begin(tmp_path / "run")
@@ -78,8 +89,21 @@ def test_a_rank_that_has_failed_is_the_cause_although_slurm_is_slow_to_end_the_o
         return SrunRanks(step, ["python"], "1", "a", {}, log, ["n1", "n2"])
 
     config = load_config("configs/demo.toml", settings)
-    end = Supervisor(config, Signals(), lambda record: True).make_attempt(attempt, start).verdict
+    return Supervisor(config, Signals(), lambda record: True).make_attempt(attempt, start).verdict
+
+
+def test_a_rank_that_has_failed_is_the_cause_although_slurm_is_slow_to_end_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = attempt_with(SLOW, tmp_path, monkeypatch)
     assert (end.outcome, end.code, end.nodes) == ("failed", 9, ("n2",))
     assert end.reason == f"rank 1 on n2 ended with exit code 9; see {tmp_path / 'log'}, at step 7"
     assert read_attempts(tmp_path / "run")[0].ended is not None
     assert "1: half a line \n" in (tmp_path / "log").read_text()
+
+
+def test_ranks_that_have_ended_well_leave_rank_0_the_time_to_upload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt_with(UPLOADS, tmp_path, monkeypatch)
+    assert "0: uploaded" in (tmp_path / "log").read_text()
