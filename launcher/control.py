@@ -509,22 +509,24 @@ def _submit_again(run: Path, record: JobRecord) -> None:
         )
     launch_script = RunPaths(run).launch_script
     launch = read_launch(run)
-    arguments = list(launch.sbatch)
+    arguments, index = list(launch.sbatch), launch.array_index
     try:
         script = read_trusted(launch_script)
     except OSError as error:
         raise ConfigError(
             f"{launch_script}: cannot be read ({error.strerror}). Submit the run again"
         ) from None
-    # Not the record's: a submission that Slurm refused has left its script, and no record.
-    index = launch.array_index
+    # The newest record may be of another script: a submission that Slurm refused leaves only that.
+    if index is None and any(word.startswith("--array=") for word in arguments):
+        # Written by an earlier version.
+        index = record.array_index
+    # Undo the pause of an earlier `launcher cancel`.
+    evaluations.resume(run)
     if index is not None:
         # Still an array, but with this run's task alone: the script chooses the run by
         # SLURM_ARRAY_TASK_ID, and the other runs of the sweep may still have their jobs.
         arguments = slurm_job.of_one_task(arguments, index, record.name)
     number = slurm.submit_script(arguments, script)
-    # Undo the pause of an earlier `launcher cancel`.
-    evaluations.resume(run)
     job_id = number if index is None else f"{number}_{index}"
     append_job(run, dataclasses.replace(record, job_id=job_id, submitted_at=time.time()))
     print(f"{run}: had no job any more; submitted again as job {job_id}{_newest(run)}")

@@ -463,6 +463,8 @@ def send(runs: Sequence[TrainingRun], job: Job, files: Mapping[Path, str]) -> li
         claim_version(run.directory)
         own = {"name": run.name, "array_index": index if job.is_array else None}
         append_job(run.directory, job.record(run_job_id, JobKind.TRAIN, run.directory, **own))
+        # Else the plan of a cancelled job would keep all checkpoints from deletion.
+        RunPaths(run.directory).paused_evaluation_plan.unlink(missing_ok=True)
         if job.is_array:
             # An array has one --output for all tasks, so their logs share a folder. The link in
             # each run leads to the run's own log, at the path where a single job has it.

@@ -169,9 +169,10 @@ class Saver:
     def published_step(self) -> int | None:
         """Return, on rank 0, the step of the save in progress if it has been published by now."""
         save, writing = self._save, self._writing
-        if save is None or not save.is_beside or writing is None or writing.is_alive():
+        if save is None or save.problem or not save.is_beside:
             return None
-        return save.step if self._writer.is_idle else None
+        is_written = writing is not None and not writing.is_alive() and self._writer.is_idle
+        return save.step if is_written else None
 
     def begin(
         self,
@@ -327,8 +328,9 @@ class Saver:
                     self._writer.write(save.partial, part, int(bits.numbers()[0]))
                     if is_main:
                         self._writer.publish(save.publication)
-            except RunFailed as error:
-                save.problem = error
+            # A thread's error would be printed, and the save taken for done.
+            except Exception as error:
+                save.problem = error if isinstance(error, RunFailed) else RunFailed(repr(error))
 
         self._writing = threading.Thread(target=write, daemon=True)
         self._writing.start()

@@ -491,6 +491,7 @@ class Rounds:
     def __init__(self, run: Path, store: Store) -> None:
         self._run, self._store = run, store
         self._uploaded: set[str] = set()
+        self._named = ""
         self._warn = WarnOnce()
 
     def found(self) -> list[tuple[Path, Lineage]]:
@@ -504,8 +505,8 @@ class Rounds:
         """Upload missing checkpoints, newest first; return a line for each one that failed."""
         missing = []
         for number, (path, lineage) in enumerate(self.found()):
-            # The newest is named again: after a replay it may be an older one than before.
-            if number and lineage.id in self._uploaded:
+            # After a replay, the newest may be an older one than was named last.
+            if lineage.id in self._uploaded and (number or lineage.id == self._named):
                 continue
             try:
                 with hold(path):
@@ -513,6 +514,7 @@ class Rounds:
                     self._store.upload(path, self._run)
                     if number == 0:
                         self._store.set_newest(lineage)
+                        self._named = lineage.id
             except (ConfigError, RunFailed, OSError) as error:
                 # It is gone if retention deleted it, or if the run abandoned its branch.
                 if path.exists():

@@ -378,8 +378,7 @@ class RunConfig(Section):
     @property
     def position_learning_rate_mult(self) -> float:
         """Return the factor on the learning rate of "position.*" parameters; 1 without any."""
-        has_own = self.has_position_parameters
-        return self.optimizer.position_learning_rate_mult if has_own else 1.0
+        return self.optimizer.position_learning_rate_mult if self.has_position_parameters else 1.0
 
     @property
     def has_position_parameters(self) -> bool:

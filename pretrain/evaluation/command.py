@@ -411,8 +411,8 @@ class OpenedCheckpoint(Opened):
             "seed": trained.run.seed,
             "train_length": trained.data.sequence_length,
             "settings": settings[:HASH_DIGITS],
-            "trained_tokens": sum(tokens.values()) or None,
-            "training_flop": flop or None,
+            "trained_tokens": sum(tokens.values()) if is_own else None,
+            "training_flop": flop if is_own else None,
         }
 
     def outlook(self) -> str:
@@ -515,10 +515,9 @@ class OpenedFolder(Opened):
 
 @torch.no_grad()
 def _looks_ahead(model: Any, ids: Tensor) -> bool:
-    """Return True if another last token changes the logits of those before it."""
-    last = torch.ones_like(ids[:, :1])
-    both = ids, torch.cat([ids[:, :-1], last], 1)
-    seen, other = (model(input_ids=each, use_cache=False).logits[:, :-1].float() for each in both)
+    """Return True if other tokens after the fourth change the logits of the first four."""
+    both = ids, torch.cat([ids[:, :4], torch.ones_like(ids[:, 4:])], 1)
+    seen, other = (model(input_ids=each, use_cache=False).logits[:, :4].float() for each in both)
     return bool((seen - other).abs().max() > 1e-3 * seen.abs().max())
 
 

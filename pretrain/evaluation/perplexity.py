@@ -562,8 +562,8 @@ class StockChunk(nn.Module):
         # transformers keeps the frequencies of "dynamic" rotary positions from the longest pass so
         # far (modeling_rope_utils.py, `dynamic_rope_update`). Each pass has those of its length.
         for module in self.model.modules():
-            if hasattr(module, "max_seq_len_cached"):
-                module.max_seq_len_cached = 0
+            for name in [key for key in vars(module) if key.endswith("max_seq_len_cached")]:
+                setattr(module, name, 0)
         logits = self.model(input_ids=inputs, use_cache=False).logits
         # A hook on the output layer keeps the logits of the last positions, [n, B, V].
         logits, _ = self.output_layer(logits.transpose(0, 1))

@@ -85,17 +85,16 @@ def candidates(
         # If no size fits, the config's size is checked, so that the rules give the reason.
         for size in sizes if not rest and share else [own]:
             batch = config.batch.model_copy(update={"micro_batch_size": size})
-            run = config.model_copy(update={"parallel": parallel, "batch": batch})
-            try:
-                rules.check(run)
-                layout = run.layout(gpus)
-            except ConfigError as error:
-                line = str(error).splitlines()[0]
-                refused[examples.setdefault(re.sub(r"\d[\d,.]*", "N", line), line)] += 1
-                continue
             for recompute in RECOMPUTE:
-                train = run.train.model_copy(update={"recompute_granularity": recompute})
-                yield run.model_copy(update={"train": train}), layout
+                train = config.train.model_copy(update={"recompute_granularity": recompute})
+                changed = {"parallel": parallel, "batch": batch, "train": train}
+                run = config.model_copy(update=changed)
+                try:
+                    rules.check(run)
+                    yield run, run.layout(gpus)
+                except ConfigError as error:
+                    line = str(error).splitlines()[0]
+                    refused[examples.setdefault(re.sub(r"\d[\d,.]*", "N", line), line)] += 1
 
 
 def _parallel_keys(config: RunConfig, gpus: int) -> Iterator[dict[str, Any]]:

@@ -90,10 +90,10 @@ class LaunchRecord:
     """The number of nodes."""
     sbatch: tuple[str, ...]
     """The arguments of sbatch."""
-    array_index: int | None
-    """The run's task in the script, which is that of a sweep; None if the script starts one run."""
     site: dict[str, Any]
     """The site file, resolved."""
+    array_index: int | None = None
+    """The run's task in the script, which is that of a sweep; None if the script starts one run."""
     allow_changed: tuple[str, ...] = ()
     """The keys of --allow-changed, which each attempt passes on to `pretrain train`."""
     commit: str | None = None

@@ -77,9 +77,7 @@ class Bench:
         count = nodes - 1
         words = ("srun", f"--nodes={count}", f"--ntasks-per-node={per_node}", "--cpus-per-task=1")
         step = (*words, f"--ntasks={count * per_node}", "--kill-on-bad-exit=1", "--label")
-        launch = LaunchRecord(
-            step, str(python), count * per_node, count, (), None, {"gpus_per_node": 0}
-        )
+        launch = LaunchRecord(step, str(python), count * per_node, count, (), {"gpus_per_node": 0})
         attempt = Attempt.begin(self.run)
         signals = signals or Signals()
         try:

@@ -269,7 +269,7 @@ def test_what_is_submitted_again_is_the_run_of_the_script(tmp_path, monkeypatch)
     sent = []
     monkeypatch.setattr(slurm, "submit_script", lambda *given: sent.append(given) or "9")
     record = JobRecord("7_3", "train", "b", 1.0, "site", 1, 1, str(tmp_path), array_index=3)
-    launch = LaunchRecord(("srun",), "python", 1, 1, ("--array=0-1",), 1, {})
+    launch = LaunchRecord(("srun",), "python", 1, 1, ("--array=0-1",), {}, 1)
     paths = RunPaths(tmp_path)
     paths.launch_record.parent.mkdir()
     paths.launch_record.write_text(json.dumps(dataclasses.asdict(launch)))
