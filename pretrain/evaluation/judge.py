@@ -147,10 +147,11 @@ def _noise_of_seeds(a: Curve, at_a: int, b: Curve, at_b: int) -> float:
 
     Seeds are independent of each other, but runs of one seed may vary together, as they read the
     same text in the same order. So the difference of the means is a sum of independent terms, one
-    for each seed, whose variances add: those of two or more common seeds vary as they are seen to,
-    and others as the losses of both curves do on average. With equal seeds this is the paired
-    interval, with no common seed that of two samples of one variance. With 8 seeds of which the
-    other curve has 3, it covers 93 % instead of 95 (simulated). One seed of each shows no noise: 0.
+    for each seed, whose variances add. The variance of common seeds, if there are two or more, is
+    that of their terms; that of other seeds is the mean variance of both curves. With equal seeds
+    this is the paired interval, with no common seed that of two samples of one variance. With 8
+    seeds of which the other curve has 3, it covers 93 % instead of 95 (simulated). One seed of each
+    shows no noise: 0.
     """
     # Here, as in `cluster_interval`.
     from scipy.special import stdtrit

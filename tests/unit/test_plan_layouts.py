@@ -218,6 +218,14 @@ def test_tensor_parallel_ranks_stay_in_a_node():
         assert found == sizes
 
 
+def test_every_candidate_is_a_run_that_may_train():
+    """Whichever key is enumerated: at ZeRO 2, learned positions refuse recomputation."""
+    config = tiny_config(position={"method": "t5"}, parallel={"zero_stage": 2})
+    found = [(r, layout) for r, layout in candidates(config, 2, Counter()) if layout.zero_stage > 1]
+    assert found
+    assert all(run.train.recompute_granularity == "none" for run, _ in found)
+
+
 def test_stages_of_unequal_sizes_cut_the_positions_that_they_share_alike():
     """The copies are summed and compared bucket by bucket."""
     config = tiny_config(
