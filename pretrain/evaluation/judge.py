@@ -71,6 +71,16 @@ class Gap(NamedTuple):
         bound = math.log(ratio) - ROUNDING
         return self._judge(self.high < bound, self.low >= bound)
 
+    def leads(self, ratio: float) -> Verdict:
+        """Judge the claim that the first perplexity is lower, by as much as a published ratio.
+
+        Any lead that noise does not explain passes. Without one, the claim fails if the published
+        lead lies outside the range: otherwise two methods that are equal would never be judged.
+        """
+        of_any_size = self.below(1.0)
+        is_smaller = of_any_size == Verdict.NOISE and self.low > math.log(ratio) + ROUNDING
+        return Verdict.FAILS if is_smaller else of_any_size
+
     def at_most(self, ratio: float) -> Verdict:
         """Judge the claim that the first perplexity is at most `ratio` times the second."""
         bound = math.log(ratio) + ROUNDING

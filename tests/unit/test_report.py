@@ -352,7 +352,6 @@ def test_what_is_against_the_paper_is_said_by_the_claims_of_a_study():
         # 20.00 against 18.00.
         "alibi_beats_rotary_at_L",
         "rotary_holds_for_100_tokens",
-        *["leads_of_extrapolation"] * 2,
         *["order_of_extrapolation"] * 3,
     ]
     assert failed == list(dict.fromkeys(re.findall(r"Fails, (\w+)", said)))
