@@ -1,6 +1,6 @@
 """Base of the transformers classes: one table per class for export, import and refusals.
 
-An export reads a table from our names to theirs (`settings`, `convert`), an import from theirs to
+An export reads a table from our names to theirs (`settings`, `converted`), an import from theirs to
 ours (`sections`, `restore`), and both refuse what the other side cannot hold (`refusals`,
 `sections`). The tables are in `classes`. In this package "ours" means this project's model, and
 "theirs" the transformers class.
@@ -415,23 +415,10 @@ class TensorTable:
                         is_absent=kind == "bias" and not ours_has,
                     )
 
-    def convert(
-        self, config: RunConfig, state: Mapping[str, Tensor], max_length: int
-    ) -> dict[str, Tensor]:
-        """Return the weights with the names and shapes of the class, in fp32.
-
-        Args:
-            config: The run's resolved config.
-            state: Full fp32 tensors by global name.
-            max_length: Longest sequence in tokens: the size of a table of positions.
-        """
-        factors = self.factors(config, state[f"{EMBEDDING}.weight"])
-        return dict(self.converted(config, factors, state, max_length))
-
     def converted(
         self, config: RunConfig, factors: Factors, state: Mapping[str, Tensor], max_length: int
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of `convert` one at a time.
+        """Yield the weights, one at a time, with the names and shapes of the class, in fp32.
 
         Args:
             config: The run's resolved config.
@@ -647,7 +634,7 @@ class HuggingFaceClass(TensorTable):
     def restore(
         self, config: RunConfig, read: Read, originals: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield our tensors by global name, one at a time: the reverse of `convert`.
+        """Yield our tensors by global name, one at a time: the reverse of `converted`.
 
         Args:
             config: The run's config.

@@ -290,7 +290,8 @@ class LlamaCpp(Consumer):
             writer.add_key_length(config.head_dim)
             writer.add_value_length(config.head_dim)
         table = _GgufLlama() if m.gated_linear_unit else _Gguf()
-        tensors = table.convert(config, export.state, export.max_length)
+        factors = table.factors(config, export.state[f"{EMBEDDING}.weight"])
+        tensors = dict(table.converted(config, factors, export.state, export.max_length))
         if graph == "llama":
             tensors |= self._rotated(config, tensors, writer)
         if graph == "gptneox" and m.tie_word_embeddings:
