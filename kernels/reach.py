@@ -107,23 +107,6 @@ def key_windows(
     return firsts, len(k_SBGD) - _firsts(q, k, v, *options, blocks_from_first=True)
 
 
-def first_keys(
-    q_SBHD: Tensor,
-    k_SBGD: Tensor,
-    v_SBGD: Tensor,
-    slopes: Tensor,
-    scale: float,
-    tile: int,
-    gradients: bool,
-    document_starts: Tensor | None = None,
-) -> Tensor:
-    """Return the first keys of `key_windows`, for causal attention and blocks of `tile` queries."""
-    return key_windows(
-        q_SBHD, k_SBGD, v_SBGD, slopes, scale, True,
-        queries=tile, tile=tile, gradients=gradients, document_starts=document_starts,
-    )[0]  # fmt: skip
-
-
 def _firsts(
     q_SBHD: Tensor,
     k_SBGD: Tensor,

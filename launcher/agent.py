@@ -20,7 +20,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 
 from pretrain.processes import SENT_TO_ALL, dies_with_parent
 
@@ -86,11 +85,10 @@ def _started(command: list[str]) -> subprocess.Popen[bytes] | None:
 def _report(rank: subprocess.Popen[bytes] | None) -> None:
     """Report on stdout whether the rank runs, and if not, how it ended."""
     code = rank.poll() if rank else NOT_STARTED
-    content = {"code": code, "host": os.uname().nodename, "at": time.time()}
     # In one write, so that the rank's output cannot appear in the middle of it.
     with contextlib.suppress(OSError):
         # If srun or slurmstepd is gone, stdin ends as well, and so does this process.
-        os.write(1, f"{SAYS}{json.dumps(content)}\n".encode())
+        os.write(1, f"{SAYS}{json.dumps({'code': code})}\n".encode())
 
 
 if __name__ == "__main__":

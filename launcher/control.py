@@ -516,10 +516,6 @@ def _submit_again(run: Path, record: JobRecord) -> None:
         raise ConfigError(
             f"{launch_script}: cannot be read ({error.strerror}). Submit the run again"
         ) from None
-    # The newest record may be of another script: a submission that Slurm refused leaves only that.
-    if index is None and any(word.startswith("--array=") for word in arguments):
-        # Written by an earlier version.
-        index = record.array_index
     # Undo the pause of an earlier `launcher cancel`.
     evaluations.resume(run)
     if index is not None:

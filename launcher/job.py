@@ -13,7 +13,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -279,7 +278,7 @@ def guarded(run: Path, held: Sequence[str], options: Sequence[str]) -> Iterator[
     if not nodes or not slurm_job.survives_nodes(options):
         yield
         return
-    launcher = [sys.executable, "-m", "pretrain.launcher", "guard", str(run)]
+    launcher = slurm_job.launcher_command("guard", str(run))
     # The signals are ignored, as Slurm's warning before the time limit goes to all processes.
     shell = ["sh", "-c", f"trap '' USR1 USR2; exec {shlex.join(launcher)}"]
     step = start_srun(slurm_job.own_step(STEP, nodes, options, shell), stdout=subprocess.DEVNULL)

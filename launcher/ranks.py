@@ -110,7 +110,7 @@ class SrunRanks:
         self._ordered_end = False
         with writing(log):
             log.parent.mkdir(parents=True, exist_ok=True)
-            file = open_own(log, "ab")  # closed by _copy_output
+            file = open_own(log)  # closed by _copy_output
         self._srun = start_srun(
             [*slurm_job.named_step(step, name, nodes), command[0], "-m", agent.MODULE, *command],
             stdin=subprocess.PIPE,
@@ -483,7 +483,7 @@ class LocalRanks:
             with signals_blocked(*agent.BLOCKED_AT_START):
                 for rank in range(nproc):
                     variables = _rank_environment(rank, nproc) | dict(environment or {})
-                    with open_own(paths.rank_log(rank), "ab", buffering=0) as log:
+                    with open_own(paths.rank_log(rank), buffering=0) as log:
                         # A full disk is reported where the run itself fails to write.
                         with contextlib.suppress(OSError):
                             log.write(head.encode())
@@ -587,7 +587,7 @@ class LocalRanks:
 
 def _tee(source: IO[bytes], stream: int, path: Path) -> None:
     """Copy what rank 0 writes to one of this process's own streams, and append it to a log."""
-    with source, open_own(path, "ab", buffering=0) as log:
+    with source, open_own(path, buffering=0) as log:
         while chunk := os.read(source.fileno(), CHUNK_BYTES):
             # Neither a full disk nor a closed terminal must end this thread.
             with contextlib.suppress(OSError):

@@ -239,11 +239,10 @@ STARTS = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
 """States of a job that is in the queue and has no running processes."""
 _COLUMNS = """
     JobArrayID JobID State Reason NodeList SubmitTime StartTime EndTime PreemptTime BatchHost
-    RestartCnt Name
+    RestartCnt
 """
 _FIELDS = _COLUMNS.split()
-"""The columns of squeue, in the order in which `_parse` takes it apart. The name is last because
-it may contain the separator."""
+"""The columns of squeue, in the order in which `_parse` takes it apart."""
 _UNKNOWN_JOB = "Invalid job id"
 """squeue's message for a job that Slurm never had, or has forgotten."""
 
@@ -275,7 +274,6 @@ class JobState:
     """The node on which the batch script runs, or ran before it died."""
     restarts: int
     """The number of requeues so far."""
-    name: str
 
     @property
     def is_over(self) -> bool:
@@ -400,7 +398,7 @@ def jobs(ids: Iterable[str], tries: int = 1) -> dict[str, JobState]:
         if _UNKNOWN_JOB in str(error):
             return {}
         raise
-    states = [_parse(line) for line in lines if line.count("|") >= len(_FIELDS)]
+    states = [_parse(line) for line in lines if line.count("|") == len(_FIELDS)]
     return {key: state for state in states for key in (state.raw_id, state.job_id) if key in asked}
 
 
@@ -532,9 +530,7 @@ def _squeue(arguments: Sequence[str], tries: int) -> subprocess.CompletedProcess
 
 def _parse(line: str) -> JobState:
     """Read a line that squeue printed for `_FIELDS`."""
-    job_id, raw, state, reason, nodes, *times, batch_host, restarts, name = line.split(
-        "|", len(_FIELDS) - 1
-    )
+    job_id, raw, state, reason, nodes, *times, batch_host, restarts, _ = line.split("|")
     submitted, started, ends, preempted = (float(t) if t.isdigit() else None for t in times)
     return JobState(
         job_id,
@@ -549,7 +545,6 @@ def _parse(line: str) -> JobState:
         preempted,
         batch_host,
         int(restarts),
-        name.removesuffix("|"),
     )
 
 

@@ -63,11 +63,6 @@ class TrainingRun:
     """The keys of --allow-changed."""
 
     @property
-    def num_tasks(self) -> int:
-        """The number of ranks on all nodes."""
-        return self.nodes * self.tasks_per_node
-
-    @property
     def spare_nodes(self) -> int:
         """Nodes that the job holds in addition to `nodes`."""
         return self.config.recovery.spare_nodes
@@ -404,7 +399,7 @@ def print_dry_run(runs: Sequence[TrainingRun], job: Job, files: Mapping[Path, st
         SlurmError: Slurm would refuse the job.
     """
     for run in runs:
-        layout = run.config.layout(run.num_tasks)
+        layout = run.config.layout(job.num_tasks)
         print(
             f"# {run.directory}\n# {run.nodes} nodes x {run.tasks_per_node} ranks = "
             f"{layout.sizes}, {layout.num_microbatches} micro batches of "
@@ -459,10 +454,10 @@ def send(runs: Sequence[TrainingRun], job: Job, files: Mapping[Path, str]) -> li
     write_files(launch_files, folders)
     job_id = job.submit()
     ids = [f"{job_id}_{index}" if job.is_array else job_id for index in range(len(runs))]
-    for index, (run_job_id, run) in enumerate(zip(ids, runs)):
+    for run_job_id, run in zip(ids, runs):
         claim_version(run.directory)
-        own = {"name": run.name, "array_index": index if job.is_array else None}
-        append_job(run.directory, job.record(run_job_id, JobKind.TRAIN, run.directory, **own))
+        record = job.record(run_job_id, JobKind.TRAIN, run.directory, name=run.name)
+        append_job(run.directory, record)
         # Else the plan of a cancelled job would keep all checkpoints from deletion.
         RunPaths(run.directory).paused_evaluation_plan.unlink(missing_ok=True)
         if job.is_array:
@@ -485,7 +480,7 @@ def _launch_files(
     record = LaunchRecord(
         command=tuple(job.step()),
         python=job.site.ranks_python,
-        num_tasks=run.num_tasks,
+        num_tasks=job.num_tasks,
         nodes=run.nodes,
         sbatch=tuple(job.arguments()),
         array_index=array_index,

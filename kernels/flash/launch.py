@@ -305,11 +305,8 @@ def _allocate_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
         dq = dq.view(q.shape)
         if all(_lies_like(x, q, gradient) for x, gradient in ((q, dq), (k, dk), (v, dv))):
             return dq, dk, dv
-    return _dense_like(q), _dense_like(k), _dense_like(v)
-
-
-def _dense_like(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return dq, dk, dv
 
 
 def _lies_like(x: Tensor, first: Tensor, gradient: Tensor) -> bool:

@@ -434,8 +434,6 @@ class Index:
             if not FILE_NAME.fullmatch(file.name) or file.name in names:
                 raise DamagedCheckpoint(f"{file.name!r}: not a name for a rank's file, or twice")
             names.add(file.name)
-            if file.block_bytes != self.block_bytes:
-                raise DamagedCheckpoint(f"{file.name}: its block size differs from other files'")
             if len(file.blocks) != -(-file.bytes // file.block_bytes):
                 raise DamagedCheckpoint(f"{file.name}: {len(file.blocks)} digests of its blocks")
         held = sum(math.prod(c.size) for tensor in self.tensors.values() for c in tensor.chunks)

@@ -49,7 +49,7 @@ from pretrain.rundir.checkpoints import (
     saved_checkpoints,
 )
 from pretrain.rundir.files import (
-    flush_directory,
+    flush,
     parse_json,
     read_json,
     read_text,
@@ -300,7 +300,7 @@ class Store:
             list(pool.map(receive, files))
         for name, content in {**small, MANIFEST: stored.content}.items():
             replace_file(directory / name, content, durable=True)
-        flush_directory(directory)
+        flush(directory)
 
     def verify(self, stored: Stored) -> list[str]:
         """Read every byte of a checkpoint in the store, and return what is damaged.

@@ -51,7 +51,7 @@ from pretrain.checkpoint.format import (
 from pretrain.config import RunFailed
 from pretrain.processes import start_beside
 from pretrain.rundir.checkpoints import MANIFEST, Superseded, publish_checkpoint
-from pretrain.rundir.files import adapter, flush_directory, flush_file, replace_file, replace_json
+from pretrain.rundir.files import adapter, flush, replace_file, replace_json
 from pretrain.rundir.history import Policy, remove_old
 
 # ---- Complete a checkpoint when all of its parts are written, and give it its name ----
@@ -118,7 +118,7 @@ def publish(publication: Publication, patience: Patience | None = None) -> list[
     _write_small_files(partial, publication, index)
     for name in names:
         (partial / name).unlink()
-    flush_directory(partial)
+    flush(partial)
     final = Path(publication.final)
     publish_checkpoint(
         partial, final, Path(publication.attempt) if publication.attempt is not None else None
@@ -143,7 +143,7 @@ def _write_small_files(directory: Path, publication: Publication, index: Index) 
     files: dict[str, dict[str, Any]] = {f.name: {"bytes": f.bytes} for f in index.files}
     small = list(REQUIRED)
     if publication.tokenizer is not None:
-        flush_file(directory / publication.tokenizer)
+        flush(directory / publication.tokenizer)
         small.append(publication.tokenizer)
     files |= {name: describe(directory / name) for name in small}
     manifest = {"format": FORMAT, **publication.lineage, "files": files}

@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from pretrain.config import ConfigError, RunFailed
 from pretrain.config.errors import NO_SPACE_ERRORS
-from pretrain.rundir.files import Json, flush_directory, flush_file, new_file, replace_file
+from pretrain.rundir.files import Json, flush, new_file, replace_file
 
 Split = Literal["train", "validation"]
 
@@ -101,11 +101,7 @@ class Layout(NamedTuple):
         return blocks * self.pieces_per_block - (-rest // self.tokens_per_piece)
 
     def _member_bytes(self, tokens: int) -> int:
-        return (
-            HEADER_BYTES
-            + _round_up(_NPY_HEADER + tokens * self.dtype.itemsize, _TAR_UNIT)
-            - (_NPY_HEADER)
-        )
+        return _TAR_UNIT + _round_up(_NPY_HEADER + tokens * self.dtype.itemsize, _TAR_UNIT)
 
 
 def task_seed(split: str, corpus: str, task: int) -> int:
@@ -569,9 +565,9 @@ def finish_split(
         corpora=_corpora(tasks),
         shards=tuple(shards),
     )
-    flush_directory(directory)
+    flush(directory)
     replace_file(directory / MANIFEST, manifest.text(), durable=True)
-    flush_directory(directory)
+    flush(directory)
     return manifest
 
 
@@ -583,7 +579,7 @@ def place(source: Path, target: Path) -> None:
         if error.errno in (*NO_SPACE_ERRORS, errno.ENOENT, errno.EEXIST):
             raise
         shutil.copyfile(source, target)
-        flush_file(target)
+        flush(target)
 
 
 def _corpora(tasks: Sequence[TaskShards]) -> tuple[CorpusRecord, ...]:

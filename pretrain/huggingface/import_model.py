@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pretrain.checkpoint.manifest import Origin, TrainerState, open_checkpoint
-from pretrain.checkpoint.save import write_checkpoint
+from pretrain.checkpoint.save import put_tokenizer, write_checkpoint
 from pretrain.config import (
     ConfigError,
     RunConfig,
@@ -166,8 +166,7 @@ def new_run(
     with writing(out), new_directory(out.absolute()) as partial:
         claim_version(partial)
         replace_file(RunPaths(partial).config, dump_config(config))
-        if tokenizer is not None:
-            replace_file(partial / tokenizer.file_name, tokenizer.content)
+        put_tokenizer(tokenizer, partial)
         data = {TOKENIZER: tokenizer.fingerprint} if tokenizer is not None else {}
         origin = Origin(branches=(Branch(new_id(), 0),), data=data)
         state = TrainerState(step, step * own.batch.global_batch_size)

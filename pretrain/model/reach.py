@@ -37,6 +37,7 @@ and the gap grows by E_q 2 sqrt(d) |B| + 2 |q'| E_k, and by the rounding of scor
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from pretrain.config import ConfigError, RunConfig
-from pretrain.kernels.reach import ABSOLUTE_SLACK, NEEDED, RELATIVE_SLACK, first_keys
+from pretrain.kernels.reach import ABSOLUTE_SLACK, NEEDED, RELATIVE_SLACK, key_windows
 
 NORM_ERROR = 2.0**-11
 """Error of a normalized row relative to sqrt(d) because its moments are fp32, for rows whose
@@ -190,10 +191,13 @@ def _seen(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, scale: float, two_sid
     """Return how far the heads of one layer see, fp64 [H] each; q, k and v are [S, 1, H, D]."""
     position = torch.arange(len(q), device=q.device)
     own = slopes.to(q.device)
-    first = first_keys(q, k, v, own, scale, 1, False).flip(1)
+    keys = functools.partial(
+        key_windows, slopes=own, scale=scale, causal=True, queries=1, tile=1, gradients=False
+    )
+    first = keys(q, k, v)[0].flip(1)
     distance = position - first
     if two_sided:
-        turned = first_keys(q.flip(0), k.flip(0), v.flip(0), own, scale, 1, False)
+        turned, _ = keys(q.flip(0), k.flip(0), v.flip(0))
         distance = distance.maximum(len(q) - 1 - position - turned)
     farthest = torch.where(slopes > 0, distance.amax(1).double().cpu(), torch.inf)
     measured = []

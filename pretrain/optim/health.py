@@ -22,7 +22,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,17 +30,12 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from pretrain import platform
-from pretrain.config import MemoryChanged
+from pretrain.config import MemoryChanged, RunConfig
 from pretrain.config.tensors import TIED
 from pretrain.model.gpt import Named
 from pretrain.optim.buckets import is_shared_embedding
-from pretrain.optim.zero import flat_masters, read_fragments
+from pretrain.optim.zero import ZeroOptimizer, flat_masters, read_fragments
 from pretrain.topology import gather, host_name, replica_group
-
-if TYPE_CHECKING:
-    from pretrain.config import RunConfig
-    from pretrain.optim.zero import ZeroOptimizer
-
 
 # ---- Detect steps whose loss or gradient norm is far above that of the steps before ----
 # A step is a spike if its loss or its gradient norm lies more than `threshold` standard deviations

@@ -26,7 +26,7 @@ from pretrain.rundir.files import (
     DIRECTORY_MODE,
     MAX_NUMBER,
     PARTIAL,
-    flush_directory,
+    flush,
     from_json,
     make_directory,
     read_json,
@@ -374,10 +374,6 @@ class Why:
     stayed: dict[str, str] = field(default_factory=dict)
     """Name -> id of each checkpoint that stays where it is."""
 
-    def resumed_at(self, run: Path) -> Path:
-        """Return the path of the checkpoint from which training continues instead."""
-        return run / self.resumed
-
 
 def read_abandoned(run: Path) -> list[tuple[Path, Why]]:
     """Return the folders of RUN/abandoned whose why.json can be read, oldest first."""
@@ -439,8 +435,8 @@ def checkpoints_to_resume(run: Path) -> list[Path]:
     for folder, why in read_abandoned(run)[-1:]:
         if why.id and why.id not in ids.values() and ids.items() <= why.stayed.items():
             raise ConfigError(
-                f"{folder / WHY}: this run was last started from {why.resumed_at(run)}, and has "
-                f"saved no checkpoint since. Go on from there (--resume {why.resumed_at(run)}) or "
+                f"{folder / WHY}: this run was last started from {run / why.resumed}, and has "
+                f"saved no checkpoint since. Go on from there (--resume {run / why.resumed}) or "
                 "name another one"
             )
     return [saved.path for saved in reversed(found)]
@@ -569,7 +565,7 @@ def publish_checkpoint(partial: Path, final: Path, attempt: Path | None) -> None
         # The new holder has removed `partial`, or has saved this step; see `check_still_holds`.
         check_still_holds(attempt)
         raise
-    flush_directory(final.parent)
+    flush(final.parent)
 
 
 def check_room(directory: Path, needed: int) -> None:

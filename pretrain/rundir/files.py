@@ -90,7 +90,7 @@ def new_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
     try:
         yield partial
         if durable:
-            flush_file(partial)
+            flush(partial)
         partial.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -114,19 +114,10 @@ def replace_file(
     """
     data = content.encode() if isinstance(content, str) else content
     with (
-        new_file(path) as partial,
+        new_file(path, durable=durable) as partial,
         open(partial, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file,
     ):
         file.write(data)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def flush_file(path: Path) -> None:
-    """Flush a file's content to the disk, so that it survives a power cut."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def replace_json(
@@ -157,7 +148,7 @@ def publish_directory(partial: Path, final: Path) -> None:
         OSError: `final` exists, or the rename failed. `final` is unchanged.
     """
     partial.rename(final)
-    flush_directory(final.parent)
+    flush(final.parent)
 
 
 @contextlib.contextmanager
@@ -190,7 +181,7 @@ def remove_directory(path: Path) -> None:
     hidden = path.rename(path.with_name(f".{path.name}.{uuid.uuid4().hex}{REMOVED}"))
     # The rename is flushed before, because after a power cut no file must be missing under the old
     # name.
-    flush_directory(path.parent)
+    flush(path.parent)
     remove(hidden)
 
 
@@ -209,13 +200,16 @@ def make_directory(directory: Path) -> None:
     make_directory(directory.parent)
     directory.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
     let_nobody_write(directory)
-    flush_directory(directory.parent)
+    flush(directory.parent)
 
 
-def flush_directory(directory: Path) -> None:
-    """Flush the names in a folder to the disk, without which a rename in it is not durable."""
+def flush(path: Path) -> None:
+    """Flush a file's content, or the names in a folder, so that they survive a power cut.
+
+    Without the latter a rename in the folder is not durable.
+    """
     try:
-        descriptor = os.open(directory, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY)
     except PermissionError:
         # A folder that may be written to but not listed (mode 0733) cannot be flushed.
         return
@@ -226,24 +220,18 @@ def flush_directory(directory: Path) -> None:
 
 
 # ---- opening files that others may have put there ------------------------------------------------
-def open_own(path: Path, mode: str, buffering: int = -1) -> IO[bytes]:
-    """Open a file for writing, without following a link and without waiting for a pipe's reader.
+def open_own(path: Path, buffering: int = -1) -> IO[bytes]:
+    """Open a file to append, without following a link and without waiting for a pipe's reader.
 
     Args:
         path: The file. It is created if it is missing.
-        mode: "ab" to append, "wb" to begin anew.
         buffering: As in `open`.
 
     Raises:
         OSError: The file cannot be opened; or the path is a link, a pipe, anything else that is not
             a regular file, or a file of another user.
     """
-    flags = {"ab": os.O_WRONLY | os.O_APPEND, "wb": os.O_WRONLY}[mode]
-    descriptor = _open_own(path, flags)
-    if mode == "wb":
-        # Not O_TRUNC, as the file may be truncated only once it is known to be this user's.
-        os.ftruncate(descriptor, 0)
-    return open(descriptor, mode, buffering)
+    return open(_open_own(path, os.O_WRONLY | os.O_APPEND), "ab", buffering)
 
 
 def _open_own(path: Path, flags: int) -> int:

@@ -35,7 +35,7 @@ from pretrain.rundir.checkpoints import (
 from pretrain.rundir.files import (
     PARTIAL,
     REMOVED,
-    flush_directory,
+    flush,
     make_directory,
     new_directory,
     read_json,
@@ -173,8 +173,8 @@ def settle(
         if saved is away[-1] and paths.metrics.exists():
             drop_after(paths.metrics, fork)
         saved.path.rename(folder / saved.path.name)
-        flush_directory(folder)
-        flush_directory(paths.checkpoints)
+        flush(folder)
+        flush(paths.checkpoints)
     return folder
 
 

@@ -70,8 +70,6 @@ class JobRecord:
     """The number of ranks on all nodes."""
     run: str
     """The run's directory, absolute."""
-    array_index: int | None = None
-    """The index in a sweep's job array."""
     checkpoint: str | None = None
     """For an evaluation, the checkpoint's name, step-########."""
 

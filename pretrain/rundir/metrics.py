@@ -155,7 +155,7 @@ class MetricsFile:
         with writing(path):
             if path.exists():
                 self.last_step = drop_after(path, resume_step)
-            self._file = open_own(path, "ab", buffering=0)
+            self._file = open_own(path, buffering=0)
             self._folder = Place.of(path.parent)
         self._attempt = self._newest_attempt()
         self._looked_at = time.monotonic()
@@ -213,13 +213,13 @@ class MetricsFile:
             with (
                 open(f"/proc/self/fd/{self._file.fileno()}", "rb") as lost,
                 new_file(self._path, durable=True) as partial,
-                open_own(partial, "ab") as file,
+                open_own(partial) as file,
             ):
                 shutil.copyfileobj(lost, file)
         except FileNotFoundError:
             what = "the lines so far are lost"
         self._file.close()
-        self._file, self._size = open_own(self._path, "ab", buffering=0), 0
+        self._file, self._size = open_own(self._path, buffering=0), 0
         say(f"warning: {self._path}: was removed or replaced while the run trains; {what}")
 
     def _newest_attempt(self) -> int:
@@ -318,7 +318,7 @@ def _write_all(path: Path, records: Iterable[Record]) -> None:
     # Not `replace_file`, because the records of a long run must be streamed, not held in memory.
     # The new file is flushed before it replaces the old one, which holds the run's whole history.
     with new_file(path, durable=True) as partial:
-        with open_own(partial, "ab") as file:
+        with open_own(partial) as file:
             file.writelines(f"{json.dumps(_to_json(record))}\n".encode() for record in records)
         if path.exists():
             shutil.copymode(path, partial)

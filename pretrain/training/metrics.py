@@ -119,11 +119,6 @@ class TakenMetrics:
     numbers: list[Tensor]
     """The reduction: fp64 on the device, to be read back together and passed to `record`."""
 
-    @property
-    def size(self) -> int:
-        """Return how many numbers the reduction has."""
-        return sum(each.numel() for each in self.numbers)
-
     def record(self, numbers: Sequence[float], *, is_lacking: bool) -> Record:
         """Return the step's metrics. All ranks together.
 

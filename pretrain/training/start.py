@@ -123,16 +123,14 @@ def choose_checkpoint(
             overwrite it.
     """
     run = config.directory
-    if resume == "none":
-        # Damaged ones count too, because they would be in the way of saves of the same steps.
-        if saved_checkpoints(run):
-            raise ConfigError(
-                f"{run}: has checkpoints, and --resume none would write over them. "
-                "Resume (--resume auto), remove them, or set another run.directory"
-            )
-        return None, ()
-    if is_url(resume):
-        # It is downloaded after the processes have joined (`bring`).
+    # Damaged ones count too, because they would be in the way of saves of the same steps.
+    if resume == "none" and saved_checkpoints(run):
+        raise ConfigError(
+            f"{run}: has checkpoints, and --resume none would write over them. "
+            "Resume (--resume auto), remove them, or set another run.directory"
+        )
+    # What a URL names is downloaded after the processes have joined (`bring`).
+    if resume == "none" or is_url(resume):
         return None, ()
     if resume != "auto":
         return _open(find_checkpoint(Path(resume)), opened), ()

@@ -17,11 +17,7 @@ from tests.end_to_end.commands import (
 )
 
 # ---- the config ----------------------------------------------------------------------------------
-CONFIG_COMMANDS = {
-    "train": ["train"],
-    "data build": ["data", "build"],
-    "bench methods": ["bench", "methods"],
-}
+CONFIG_COMMANDS = ["train"], ["data", "build"], ["bench", "methods"]
 
 
 def test_what_is_wrong_shows_before_torch_is_imported(config, tmp_path):
@@ -35,7 +31,7 @@ def test_what_is_wrong_shows_before_torch_is_imported(config, tmp_path):
     assert fresh([sys.executable, "-c", "import torch"], environment).code == 99
     begin = resource.getrusage(resource.RUSAGE_CHILDREN)
     bad = [str(config), "--set", "model.num_layers=two"]
-    commands = [[*PRETRAIN, *CONFIG_COMMANDS[name], *bad] for name in CONFIG_COMMANDS]
+    commands = [[*PRETRAIN, *words, *bad] for words in CONFIG_COMMANDS]
     commands.append([*LAUNCHER, "local", *bad, "--nproc", "2"])
     for command in commands:
         explained(fresh(command, environment), 2, "model.num_layers = 'two'")

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain.kernels import sdpa
 from pretrain.kernels.dispatch import attention
-from pretrain.kernels.reach import first_keys, tiles_left_out
+from pretrain.kernels.reach import key_windows, tiles_left_out
 from pretrain.positions.alibi import alibi_slopes
 from tests.kernels.test_skipping import KINDS, draw, rows
 
@@ -42,7 +42,7 @@ def compare(q, k, v, pairs, slopes, **options):
         gradients.append(torch.autograd.grad((out * towards).sum(), inputs))
         counts.append(sum(pairs))
     dense, left = outs
-    # What `first_keys` states, row by row; values of several heads to one are taken for each head.
+    # What `key_windows` states, row by row; values of several heads to one are taken for each head.
     own = rows(v[len(v) - len(q) :]).repeat_interleave(q.shape[2] // v.shape[2], dim=1)
     noise = 1e-13 * (1 + float(rows(v).max()))
     assert (rows(left - dense) <= 2.0**-24 * (own + rows(dense)) + noise).all()
@@ -191,7 +191,8 @@ def test_bound_is_tight():
 
     def first(longest):
         k[:512, ..., 0] = longest
-        return int(first_keys(q, k, v, slopes, 0.25, 256, False)[0, 0])
+        tiles = {"queries": 256, "tile": 256, "gradients": False}
+        return int(key_windows(q, k, v, slopes, 0.25, True, **tiles)[0][0, 0])
 
     short, long = 0.0, 60.0
     assert first(short) == 768 and first(long) == 0

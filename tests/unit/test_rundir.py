@@ -268,7 +268,7 @@ def test_what_is_submitted_again_is_the_run_of_the_script(tmp_path, monkeypatch)
     """Slurm refused a later sweep: RUN/launch has its script, the newest record an earlier task."""
     sent = []
     monkeypatch.setattr(slurm, "submit_script", lambda *given: sent.append(given) or "9")
-    record = JobRecord("7_3", "train", "b", 1.0, "site", 1, 1, str(tmp_path), array_index=3)
+    record = JobRecord("7_3", "train", "b", 1.0, "site", 1, 1, str(tmp_path))
     launch = LaunchRecord(("srun",), "python", 1, 1, ("--array=0-1",), {}, 1)
     paths = RunPaths(tmp_path)
     paths.launch_record.parent.mkdir()

@@ -93,7 +93,7 @@ from pretrain.data.tokenizer import (
 from pretrain.data.view import summary
 from pretrain.rundir.files import (
     Json,
-    flush_directory,
+    flush,
     make_directory,
     publish_directory,
     read_text,
@@ -573,7 +573,7 @@ def finish(folder: BuildFolder, plan: Plan) -> None:
         "files": files,
     }
     replace_file(folder.data / BUILD_RECORD, sealed(content), durable=True)
-    flush_directory(folder.data)
+    flush(folder.data)
 
 
 def _finish_split(
@@ -587,7 +587,7 @@ def _finish_split(
         name = f"{DOCUMENTS}/{task.corpus}-{task.task:06d}.npy"
         place(folder.tokens(split, task.task) / "documents.npy", final / name)
         files[f"{split}/{name}"] = record["files"]["documents.npy"]
-    flush_directory(final / DOCUMENTS)
+    flush(final / DOCUMENTS)
     manifest = finish_split(
         final,
         written,

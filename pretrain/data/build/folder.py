@@ -37,8 +37,7 @@ from pretrain.rundir.checkpoints import is_same_file, lock_alone, release
 from pretrain.rundir.files import (
     PARTIAL,
     Json,
-    flush_directory,
-    flush_file,
+    flush,
     from_json,
     make_directory,
     new_directory,
@@ -151,7 +150,7 @@ def remove_build(folder: BuildFolder) -> None:
             path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         folder.path.rmdir()
-        flush_directory(folder.path.parent)
+        flush(folder.path.parent)
 
 
 # ---- Publish a task's output as one folder, and verify later that it is unchanged ----
@@ -191,11 +190,11 @@ def output(final: Path) -> Iterator[tuple[Path, Json]]:
                 name = str(file.relative_to(path))
                 if name not in record["files"]:
                     record["files"][name] = [file.stat().st_size, digest(file)]
-                flush_file(file)
+                flush(file)
             for directory in {file.parent for file in files} - {path}:
-                flush_directory(directory)
+                flush(directory)
             _write_record(path, record)
-            flush_directory(path)
+            flush(path)
     except OSError:
         if not is_done(final):
             raise
