@@ -259,6 +259,8 @@ class _Blocks(torch.autograd.Function):
             else None
             for (shape, dtype, device), needed in zip(ctx.inputs, ctx.needs_input_grad)
         ]
+        if not ctx.calls:
+            raise RuntimeError("a second backward pass through attention. Compute its output again")
         while ctx.calls:
             # Pop the call, so that its saved tensors are freed after use.
             out, parts, places = ctx.calls.pop()

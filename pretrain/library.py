@@ -219,7 +219,8 @@ def attention(
         k: Keys, [B, G, T, D], where G divides H.
         v: Values, [B, G, T, D].
         layout: "BHSD", or "SBHD" for [S, B, H, D] as Megatron has it, which needs no copy.
-        slopes: [H], fp32; may need a gradient.
+        slopes: [H], fp32; may need a gradient. After a change through `slopes.data`, which torch
+            does not record, pass a new tensor.
         relative_attention_bias: T5's table, [H, num_buckets].
         causal: Apply a causal mask.
         scale: Factor of q k^T; 1 / sqrt(D) if None.

@@ -387,14 +387,15 @@ def _upload(c: RunConfig) -> Iterator[Refusal]:
 
 
 def _evaluation(c: RunConfig) -> Iterator[Refusal]:
-    """Check that the model can be evaluated at every length, and windows leave no token out."""
+    """Check that positions reach every length, and evaluation windows leave no token out."""
     end, remedy = c.position.table_end(c), "Choose a shorter length"
     if "max_position_embeddings" in type(c.position).model_fields:
         remedy += ", or train with a larger position.max_position_embeddings"
-    for length in c.evaluation_lengths:
+    evaluated = (("evaluation.lengths", length) for length in c.evaluation_lengths)
+    for key, length in (("data.sequence_length", c.data.sequence_length), *evaluated):
         if end is not None and length > end:
             yield Refusal(
-                "evaluation.lengths",
+                key,
                 length,
                 f"{c.position.method} positions end at {end}",
                 remedy,

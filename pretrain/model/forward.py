@@ -263,9 +263,9 @@ def check_stream(config: RunConfig, world_size: int) -> None:
         )
     if config.position.bias != "slopes":
         raise ConfigError(
-            f"--stream: with position.method = {config.position.method} no bias on the scores "
-            "falls with the distance, so every token needs all tokens before it. Evaluate windows "
-            "instead, with --lengths"
+            f"--stream: with position.method = {config.position.method} every token may need all "
+            "tokens before it. ALiBi's slopes, in all layers, limit how far a head sees. Evaluate "
+            "windows instead, with --lengths"
         )
     if config.layout(world_size).data > 1:
         raise ConfigError(

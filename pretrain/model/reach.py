@@ -37,7 +37,6 @@ and the gap grows by E_q 2 sqrt(d) |B| + 2 |q'| E_k, and by the rounding of scor
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -110,8 +109,8 @@ def check_reach(config: RunConfig) -> None:
     """
     if config.position.bias != "slopes" or config.position.rope() is not None:
         raise ConfigError(
-            f"position.method = {config.position.method}: its heads have no limited reach. Only a "
-            "bias that falls with distance without bound, like ALiBi's, limits how far they see"
+            f"position.method = {config.position.method}: no limited reach is computed for "
+            "it, only for a bias with slopes, like ALiBi's, in all layers"
         )
 
 
@@ -191,14 +190,9 @@ def _seen(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, scale: float, two_sid
     """Return how far the heads of one layer see, fp64 [H] each; q, k and v are [S, 1, H, D]."""
     position = torch.arange(len(q), device=q.device)
     own = slopes.to(q.device)
-    keys = functools.partial(
-        key_windows, slopes=own, scale=scale, causal=True, queries=1, tile=1, gradients=False
-    )
-    first = keys(q, k, v)[0].flip(1)
-    distance = position - first
-    if two_sided:
-        turned, _ = keys(q.flip(0), k.flip(0), v.flip(0))
-        distance = distance.maximum(len(q) - 1 - position - turned)
+    windows = key_windows(q, k, v, own, scale, not two_sided, queries=1, tile=1, gradients=False)
+    first, end = (keys.flip(1) for keys in windows)
+    distance = (position - first).maximum(end - 1 - position)
     farthest = torch.where(slopes > 0, distance.amax(1).double().cpu(), torch.inf)
     measured = []
     for head, slope in enumerate(own):

@@ -108,6 +108,10 @@ class Hybrid(PositionMethod):
         ends = (each.table_end(config) for each in self.layers)
         return min((end for end in ends if end is not None), default=None)
 
+    def rotated_channels(self, config: RunConfig) -> int:
+        # One number, because all rotations have the same keys. xPos turns channels without angles.
+        return max((e.rotated_channels(config) for e in self.layers if e.rope()), default=0)
+
     def own_of_layer(self, layer: int, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         number = layer % len(self.layers)
         begin = _prefix(number)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from pretrain.config.errors import Refusal
 from pretrain.config.schema import Fixed
 from pretrain.positions.base import LEARNED_TABLE, PositionMethod
 
@@ -23,16 +21,6 @@ class Learned(PositionMethod):
     max_position_embeddings: Fixed[int | None] = Field(default=None, gt=0)
     """Number of positions in the table. The model cannot be evaluated on longer texts. Default:
     data.sequence_length."""
-
-    def refusals(self, config: RunConfig) -> Iterator[Refusal]:
-        """Yield a refusal if the table is shorter than the training length."""
-        rows, length = self.table_end(config), config.data.sequence_length
-        if length > rows:
-            yield config.refusal(
-                "position.max_position_embeddings",
-                f"less than data.sequence_length = {length}",
-                f"Set {length} or more, or remove the key",
-            )
 
     def resolved(self, config: RunConfig) -> dict[str, Any]:
         return {"max_position_embeddings": self.table_end(config)}

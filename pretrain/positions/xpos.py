@@ -78,7 +78,7 @@ class XPos(PositionMethod):
         return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
 
     def table_end(self, config: RunConfig) -> int:
-        """Return 69,000 tokens in fp32 and bf16, and 5,600 in fp16, with the paper's scale base."""
+        """Return 68,555 tokens in fp32 and bf16, and 5,665 in fp16, with the paper's scale base."""
         largest = 65504.0 if config.train.precision == "fp16" else 2.0**127
         growth = math.log((1 + GAMMA) / GAMMA) / self.xpos_scale_base
         return int(2 * math.log(largest / 64) / growth)

@@ -61,7 +61,7 @@ VARIANTS = {
             "layers": [
                 {"method": "alibi", "trainable_slopes": True},
                 {"method": "none"},
-                {"method": "rotary"},
+                {"method": "rotary", "rotary_scaling": {"type": "linear", "factor": 2.0}},
                 {"method": "cope"},
             ]
         }

@@ -100,7 +100,7 @@ def test_a_misspelled_key_comes_before_what_is_missing_for_it(path):
 @pytest.mark.parametrize("method", ["rotary", "t5", "none"])
 def test_a_method_without_a_reach(path, method):
     with pytest.raises(
-        ConfigError, match=rf"^position.method = {method}: .* no limited reach.*ALiBi's"
+        ConfigError, match=rf"^position.method = {method}: no limited reach.*ALiBi's"
     ):
         check_reach(load_config(path, [f"position.method={method}"]))
 
