@@ -390,7 +390,7 @@ def run_locally(
     """
     run = config.directory
     _make_logs(run)
-    saved_before = _saved_ids(run)
+    before = _saved_ids(run)
     # Before the attempt begins, because a user who sees it may send a signal.
     with Signals(*PASSED_ON) as signals:
         attempt = Attempt.begin(run, Owner.here(num_processes=nproc))
@@ -405,11 +405,11 @@ def run_locally(
                 frozen = attempt.directory / "config.toml"
                 replace_file(frozen, dump_config(config))
                 config_arguments = [str(frozen)]
-            # Once this series of attempts has saved a checkpoint, a restart must not start from
-            # --resume again. `auto` resumes from that checkpoint, because checkpoints of other
+            # Once this series of attempts has saved the newest checkpoint, a restart must not start
+            # from --resume again. `auto` resumes from that checkpoint, because checkpoints of other
             # branches were set aside, and falls back to an earlier one if it is damaged.
             start_from = resume
-            if again and resume and (resume == "none" or _saved_ids(run) - saved_before):
+            if again and resume and (resume == "none" or _saved_since(run, before, resume)):
                 start_from = "auto"
             resume_words = ["--resume", start_from] if start_from else []
             return LocalRanks(
@@ -439,9 +439,14 @@ def _make_logs(run: Path) -> None:
         ) from None
 
 
-def _saved_ids(run: Path) -> set[str]:
-    """Return the ids of a run's complete checkpoints."""
-    return {saved.lineage.id for saved in saved_checkpoints(run) if saved.lineage}
+def _saved_ids(run: Path) -> list[str]:
+    """Return the ids of a run's complete checkpoints, oldest first."""
+    return [saved.lineage.id for saved in saved_checkpoints(run) if saved.lineage]
+
+
+def _saved_since(run: Path, before: Sequence[str], resume: str) -> bool:
+    """Return True if the newest checkpoint is a new one, and was not downloaded by --resume URL."""
+    return any(i not in before and not resume.endswith(i) for i in _saved_ids(run)[-1:])
 
 
 class LocalRanks:

@@ -317,7 +317,8 @@ def find_runs(given: Sequence[Path]) -> list[Path]:
         is_deep = len(path.relative_to(root).parts) >= SEARCH_DEPTH
         names = {name for name in folders if not name.startswith(".") and not is_deep}
         if is_run(path):
-            found.append(path)
+            # The records of a study also hold metrics, and are no runs.
+            found += [path] * (not (path / "record.json").is_file())
             # Not searched further: a run may hold thousands of files, but no other run.
             names = set()
         folders[:] = sorted(names)

@@ -44,8 +44,10 @@ from pretrain.processes import start_beside
 from pretrain.rundir.checkpoints import (
     MANIFEST,
     Lineage,
+    abandoned_checkpoints,
     checkpoint_name,
     hold,
+    read_lineage,
     saved_checkpoints,
 )
 from pretrain.rundir.files import (
@@ -321,7 +323,7 @@ class Store:
             return [problem for problem in pool.map(check, files) if problem]
 
     def download_records(self, stored: Stored, run: Path) -> None:
-        """Restore a run's id, and its metrics up to a checkpoint, if the run has none.
+        """Restore a run's metrics up to a checkpoint, and its id if the run had no metrics.
 
         Raises:
             StoreError: The store cannot be read.
@@ -329,8 +331,11 @@ class Store:
         """
         paths = RunPaths(run)
         lines = self._read(f"{stored.name}/{paths.metrics.name}")
-        if lines is not None and not paths.metrics.exists():
-            replace_file(paths.metrics, lines, durable=True)
+        if lines is None:
+            return
+        is_new = not paths.metrics.exists()
+        replace_file(paths.metrics, lines, durable=True)
+        if is_new:
             restore_version(run, self._read(f"{stored.name}/{paths.version.name}") or b"")
 
     # ---- objects ----
@@ -486,10 +491,14 @@ class Uploader:
 
 # ---- in the uploading process --------------------------------------------------------------------
 class Rounds:
-    """Uploads the checkpoints that a store does not have."""
+    """Uploads the checkpoints that a store does not have, and names the newest one.
 
-    def __init__(self, run: Path, store: Store) -> None:
-        self._run, self._store = run, store
+    Training may name an older one than before, to which it went back. Afterwards the store may have
+    got newer ones from another node: then `may_go_back` is False, and the name stays.
+    """
+
+    def __init__(self, run: Path, store: Store, *, may_go_back: bool = True) -> None:
+        self._run, self._store, self._may_go_back = run, store, may_go_back
         self._uploaded: set[str] = set()
         self._named = ""
         self._warn = WarnOnce()
@@ -513,7 +522,8 @@ class Rounds:
                     self._store.check_is_of(self._run)
                     self._store.upload(path, self._run)
                     if number == 0:
-                        self._store.set_newest(lineage)
+                        if self._may_go_back or not self._is_continued(lineage):
+                            self._store.set_newest(lineage)
                         self._named = lineage.id
             except (ConfigError, RunFailed, OSError) as error:
                 # It is gone if retention deleted it, or if the run abandoned its branch.
@@ -524,6 +534,15 @@ class Rounds:
             else:
                 self._uploaded.add(lineage.id)
         return missing[::-1]
+
+    def _is_continued(self, lineage: Lineage) -> bool:
+        """Return True if the store's newest checkpoint continues this one, and was not left."""
+        with contextlib.suppress(ConfigError):  # Several branches, of which none is named.
+            newest = self._store.newest()
+            left = [read_lineage(path) for path in abandoned_checkpoints(self._run)]
+            if newest is not None and newest.lineage not in left:
+                return lineage.is_ancestor_of(newest.lineage)
+        return False
 
 
 def main() -> None:

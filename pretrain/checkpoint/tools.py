@@ -348,4 +348,4 @@ def upload_run(run: Path, url: str | None) -> list[str]:
         url = load_config(path).checkpoint.upload_to
     if url is None:
         raise ConfigError(f"{run}: its config has no checkpoint.upload_to. Give a URL with --to")
-    return Rounds(run, Store(url)).upload()
+    return Rounds(run, Store(url), may_go_back=False).upload()

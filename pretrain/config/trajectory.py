@@ -300,8 +300,8 @@ def _follows(key: str, before: RunConfig, after: RunConfig) -> bool:
     """Return True if a value differs because of another key, which is reported itself."""
     section, _, name = key.partition(".")
     sections = [getattr(config, section) for config in (before, after)]
-    if section == "position" and not all(name in type(each).model_fields for each in sections):
-        # It comes or goes with the method.
+    if not all(name in type(each).model_fields for each in sections):
+        # It comes or goes with position.method or optimizer.name.
         return True
     spelled = [getattr(each, name, None) for each in sections]
     return key in _DERIVED and spelled[0] == spelled[1]

@@ -352,10 +352,12 @@ def blend_of(
         is_same = (before.samples, before.shares) == (samples, shares)
         start = before.start if is_same else consumed
         counts = before.consumed if is_same else Blend(before, seed).counts(consumed)
-        # Samples of another length, or of another data set, are not those that were read: a corpus
-        # whose number of samples changed begins its next pass.
+        # Samples of another length, or of another data set, are not those that were read, and the
+        # order of a single corpus is another one (`Blend`). Then a corpus begins its next pass.
+        is_reordered = (len(before.samples) > 1) != (len(samples) > 1)
         for name in before.samples.keys() & samples.keys():
-            if samples[name] != (old := before.samples[name]) and old:
+            old = before.samples[name]
+            if old and (is_reordered or samples[name] != old):
                 counts[name] = -(-counts[name] // old) * samples[name]
     ordered = {name: counts.get(name, 0) for name in samples}
     return Blend(Segment(start, samples, shares, ordered), seed)

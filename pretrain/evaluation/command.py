@@ -47,7 +47,7 @@ from pretrain.config.run import MASKED, PROTOCOLS, STREAM
 from pretrain.config.trajectory import TRAINING, changed_function, settings_hash
 from pretrain.data.files import find
 from pretrain.data.shards import Manifest, ShardWriter, finish_split
-from pretrain.data.sources import Corpus, Piece, Task, read
+from pretrain.data.sources import Corpus, Task, read, source_of
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from pretrain.evaluation.perplexity import (
@@ -715,11 +715,12 @@ def tokenizer_of_source(source: Path) -> Tokenizer:
 
 
 def _documents_of(patterns: Sequence[str]) -> Iterator[str]:
-    """Yield the texts of files."""
+    """Yield the texts of files, whose format is that which the ends of their names tell."""
     files = find("--text", tuple(patterns))
-    corpus = Corpus("text", "text", tuple(patterns), "")
-    task = Task(0, corpus.name, tuple(Piece(file.path, 0, file.size) for file in files))
-    for document in read(task, corpus, skip=None):
+    corpus = Corpus("text", None, tuple(patterns), None)
+    parts = (source_of(corpus, file.path).parts(corpus, file, sys.maxsize) for file in files)
+    pieces = tuple(piece for of_file in parts for piece, _ in of_file)
+    for document in read(Task(0, corpus.name, pieces), corpus, skip=None):
         yield document.text
 
 

@@ -441,7 +441,8 @@ def report_run(run: Path) -> str:
             raise ConfigError(
                 f"{directory}: no checkpoint has been evaluated yet{reasons}\n"
                 "Evaluation jobs write their results there; "
-                "`launcher submit --evaluate-checkpoints` starts them"
+                "`launcher submit --evaluate-checkpoints` starts them. Without Slurm, evaluate the "
+                "run with `pretrain evaluate RUN --out FILE.json` and report that file"
             )
         _write(directory, evaluated)
         written = evaluated.folders

@@ -254,11 +254,12 @@ def block_ends(ids: NDArray[np.generic], eos_id: int) -> NDArray[np.int64]:
 
 
 class ScoredText:
-    """The first tokens of a validation split.
+    """The tokens of a validation split that are scored: the first ones of each corpus.
 
     Args:
         stream: The split.
-        max_tokens: Largest number of tokens to score; None scores all.
+        max_tokens: Largest number of tokens to score, of which every corpus has its share; None
+            scores all.
     """
 
     def __init__(self, stream: TokenStream, max_tokens: int | None = None) -> None:
@@ -270,9 +271,14 @@ class ScoredText:
         ids = np.empty(tokens + 1, np.min_scalar_type(stream.vocab_size))
         # Put an end-of-document token first, so that the first token has a context too.
         ids[0] = stream.eos_id
-        for start in range(0, tokens, READ_TOKENS):
-            count = min(READ_TOKENS, tokens - start)
-            ids[start + 1 : start + 1 + count] = stream.read(start, count)
+        done = 1
+        for corpus in stream.corpora:
+            first = stream.starts[corpus.name]
+            share = tokens * (first + corpus.tokens) // self.total - tokens * first // self.total
+            for start in range(0, share, READ_TOKENS):
+                count = min(READ_TOKENS, share - start)
+                ids[done : done + count] = stream.read(first + start, count)
+                done += count
         self._stream, self._ids, self.tokens = stream, ids, tokens
         self.block_ends = block_ends(ids[1:], stream.eos_id)
         """Ends of the blocks from which `pretrain.evaluation.records` computes intervals."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pretrain import topology
+from pretrain.checkpoint.format import CONFIG
 from pretrain.checkpoint.load import GlobalState, load_weights
 from pretrain.checkpoint.manifest import (
     Checkpoint,
@@ -24,7 +25,7 @@ from pretrain.checkpoint.manifest import (
     with_data_set,
 )
 from pretrain.checkpoint.save import tokenizer_of
-from pretrain.config import ConfigError, RunConfig, RunFailed
+from pretrain.config import ConfigError, RunConfig, RunFailed, load_config
 from pretrain.data.shards import MANIFEST
 from pretrain.data.stream import TokenStream, open_stream
 from pretrain.huggingface.classes import EXPORT_REACH, class_of, export_length
@@ -145,8 +146,9 @@ def _export(
                 "the export: report it with the numbers above and the checkpoint's config.toml"
             )
 
+    # The folder says how the run was trained, so that an import goes on in the same way.
     to_huggingface(
-        config,
+        load_config(checkpoint / CONFIG, overrides, {"parallel": {}}),
         weights,
         tokenizer.path,
         out,

@@ -288,8 +288,9 @@ class RunPaths:
         return self.logs / f"evaluate-{checkpoint}.log"
 
     def newest_config(self) -> Path | None:
-        """Return the config with which the run was submitted or, if it was not, started."""
-        return next((p for p in (self.launch_config, self.config) if p.is_file()), None)
+        """Return the config with which the run was last submitted or started."""
+        found = [path for path in (self.launch_config, self.config) if path.is_file()]
+        return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
 RUN_MARKS = ("run.json", "jobs.jsonl", "attempts/####", "launch/launch.json", "metrics.jsonl")

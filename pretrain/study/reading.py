@@ -25,7 +25,7 @@ from pretrain.evaluation.records import (
     number,
     read_records,
 )
-from pretrain.evaluation.windows import NONOVERLAPPING, READ_TOKENS, SLIDING
+from pretrain.evaluation.windows import NONOVERLAPPING, SLIDING, ScoredText
 from pretrain.rundir.files import read_json, replace_json
 from pretrain.rundir.metrics import is_evaluation, read_metrics
 from pretrain.study.runs import State, Study, StudyRun
@@ -141,10 +141,8 @@ def count_unigram(study: Path, stream: TokenStream, max_tokens: int | None) -> N
     asked = {"validation": stream.identity, "tokens": tokens}
     if read_json(study / UNIGRAM).items() >= asked.items():
         return
-    counts = np.zeros(stream.vocab_size, np.int64)
-    for start in range(0, tokens, READ_TOKENS):
-        ids = stream.read(start, min(READ_TOKENS, tokens - start))
-        counts += np.bincount(ids, minlength=stream.vocab_size)
+    ids = ScoredText(stream, max_tokens).inputs(1, tokens - 1)
+    counts = np.bincount(ids, minlength=stream.vocab_size)
     replace_json(study / UNIGRAM, {**asked, "loss_nats": entropy(counts)}, indent=1)
 
 

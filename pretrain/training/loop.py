@@ -402,7 +402,7 @@ def _outlook(config: RunConfig, topology: Topology, start_point: StartPoint) -> 
         return (
             f"{directory}: at step {step} of {last}, whose evaluation is left; {sizes}{differences}"
         )
-    begin = f"going on from step {step}" if step else "from scratch"
+    begin = f"going on from step {step}" if start_point.checkpoint else "from scratch"
     phase = f", {config.parts[start_point.phase - 1]}" if config.phases else ""
     return f"{directory}: {begin}, to step {last}{phase}; {sizes}{differences}"
 

@@ -305,7 +305,9 @@ def find_start_point(
         pending_evaluations=pending,
         saved_step=step if is_own else None,
         differences=differences,
-        begins_branch=begins_branch(config.directory, checkpoint.path, checkpoint.lineage),
+        # A checkpoint that was named may have been continued where this disk does not show it.
+        begins_branch=resume != "auto"
+        or begins_branch(config.directory, checkpoint.path, checkpoint.lineage),
         is_automatic=resume == "auto",
         passed_over=passed_over,
     )
@@ -325,7 +327,8 @@ def _check_going_on(
     step, recorded = checkpoint.trainer_state.step, RunPaths(config.directory).config
     before = load_config(recorded).parts if config.phases and recorded.exists() else ()
     for old, new in zip(before, config.parts):
-        if min(old.end, new.end) > step:
+        # A phase that goes on is compared below. The last one may, also after it has ended.
+        if min(old.end, new.end) > step or (old is before[-1] and old.end == step < new.end):
             break
         if old.end != new.end:
             raise ConfigError(
@@ -768,7 +771,8 @@ def fetch(config: RunConfig, resume: str) -> str:
         except DamagedCheckpoint as error:
             say(f"warning: {error}. The checkpoint before it is tried")
             continue
-        if not own and store.url == (config.checkpoint.upload_to or "").rstrip("/"):
+        is_of_run = store.url == (config.checkpoint.upload_to or "").rstrip("/")
+        if is_of_run and (resume == "auto" or not own):
             store.download_records(stored, config.directory)
         return resume if resume == "auto" else str(final)
     raise ConfigError(

@@ -377,6 +377,8 @@ def _trained(
     for index, document in enumerate(documents):
         text = document.text
         if head and index == 0:
+            # Never left out, but what it shares with its held-out rest counts.
+            seen.note(text[:head])
             yield document._replace(text=text[:head])
         elif hashes[index] in held_out:
             work.leave_out("held_out", text)
