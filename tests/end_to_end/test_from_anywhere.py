@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.config import load_config
 from tests.end_to_end.commands import explained, pretrain, succeeds
 from tests.end_to_end.conftest import CONFIG
 
@@ -67,15 +68,21 @@ def test_the_run_alone(home, tmp_path):
     assert done.code == 0 and "random tokens" in done.out, done.text
     assert not (tmp_path / "hf/validation.yaml").exists()
     assert 'tokenizer("The"' in (tmp_path / "hf/README.md").read_text()
+    batch = load_config(tmp_path / "copy/config.toml").batch
+    assert load_config(tmp_path / "hf/pretrain.toml").batch == batch
+    assert batch.global_batch_size > 1
+    (tmp_path / "c.jsonl").write_text('{"id": 1, "text": "Call me Ishmael."}\n')
     (tmp_path / "a.txt").write_text("To be, or not to be: that is the question.\n" * 20)
     (tmp_path / "b.txt").write_text("It is a truth universally acknowledged.\n" * 20)
-    command = ["evaluate", "copy", "--text", "a.txt", "--text", "b*.txt", *LENGTHS]
+    text = [word for name in ("a.txt", "b*.txt", "c.jsonl") for word in ("--text", name)]
+    command = ["evaluate", "copy", *text, *LENGTHS]
     done = pretrain(*command, "--out", "report/curve.json", cwd=tmp_path)
-    assert done.code == 0 and "--text: 2 documents, 1,660 bytes" in done.out, done.text
+    assert done.code == 0 and "--text: 3 documents, 1,676 bytes" in done.out, done.text
     [record] = json.loads((tmp_path / "report/curve.json").read_text())["records"]
     from pretrain.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(next((tmp_path / "hf").glob("tokenizer.model")))
     texts = [(tmp_path / name).read_text() for name in ("a.txt", "b.txt")]
+    texts.append("Call me Ishmael.")
     assert record["tokens"] == sum(len(tokenizer.encode(text)) + 1 for text in texts)
     explained(pretrain("evaluate", "copy", "--text", "c.txt", cwd=tmp_path), 2, "--text = 'c.txt'")

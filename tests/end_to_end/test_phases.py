@@ -102,6 +102,9 @@ def test_it_is_the_chain_by_hand_killed_at_a_border_and_resumed_in_another_layou
     evaluated = {(r["step"], r["length"]) for r in metrics(here) if "length" in r}
     assert evaluated == {(s, n) for s in (3, 4, 7) for n in (32, 64)} | {(8, 64), (10, 64)}
     assert "nothing to train" in succeeds(*train).err
+    # The last phase may go on, as a run without phases may.
+    train += sets("train.num_steps=12")
+    assert "going on from step 10, to step 12" in succeeds(*train).err
     # What has been trained is not rewritten.
     phased.write_text(phased.read_text().replace("sequence_length = 16", "sequence_length = 8"))
     explained(pretrain(*train), 2, "config.toml, phase 1, was trained with 16")

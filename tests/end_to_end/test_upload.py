@@ -64,3 +64,5 @@ def test_an_empty_node_goes_on_from_the_store_bit_for_bit(config, workspace):
         assert started.said(0).count("downloading") == 1 and "downloading" not in started.said(1)
     assert [path.name[-1] for path in complete_checkpoints(third)] == ["6", "8"]
     assert [s.step for s in Store(f"file://{store}").checkpoints()] == [2, 4, 6, 8]
+    # Whoever names a checkpoint begins a branch, as the store may hold another continuation.
+    assert len(open_checkpoint(checkpoint_directory(third, 8)).lineage.branches) == 2

@@ -323,3 +323,12 @@ def test_the_second_computation_of_a_block_drops_the_same_weights():
     assert not torch.equal(out, attention(*qkv, scores=function))
     with pytest.raises(ValueError, match="a function of the scores, which scored alone computes"):
         attention(*qkv, scores=function, backend="sdpa")
+
+
+def test_a_second_backward_pass_fails_in_words():
+    """What the first one freed would count as zero."""
+    x = torch.randn(300, 1, 2, 8, requires_grad=True)
+    loss = attention(x, x, x, slopes=alibi_slopes(2)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward pass"):
+        loss.backward()

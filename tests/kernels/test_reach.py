@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from pretrain.kernels import sdpa
 from pretrain.kernels.dispatch import attention
 from pretrain.kernels.reach import key_windows, tiles_left_out
+from pretrain.model.reach import _seen
 from pretrain.positions.alibi import alibi_slopes
 from tests.kernels.test_skipping import KINDS, draw, rows
 
@@ -227,3 +228,11 @@ def test_bound_holds_at_position_16_million():
     distance = torch.arange(8192, dtype=torch.float64)
     weights = (short * torch.where(distance < tile, -0.5, 1.0) - slope * distance).softmax(0)
     assert 0.9 < weights[distance >= length - most].sum() * 2**24 < 1
+
+
+def test_the_running_bound_of_a_masked_model_holds():
+    """Each side may have half of the weight that is left out."""
+    q, ones = torch.zeros(65, 1, 1, 1), torch.ones(65, 1, 1, 1)
+    for slope in torch.arange(3, 5, 0.005).double():
+        seen = _seen(q, ones, ones, slope[None], 1.0, True)
+        assert seen.measured[0] <= seen.farthest[0], slope

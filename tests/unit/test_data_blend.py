@@ -167,6 +167,16 @@ def test_samples_of_another_length_begin_another_pass(tmp_path):
     assert second.passes_begun(500, 508) == {"a": 2, "b": 2}
 
 
+@pytest.mark.parametrize(("before", "after"), [("a", "ab"), ("ab", "a")])
+def test_a_corpus_that_gets_or_loses_others_begins_another_pass(tmp_path, before, after):
+    """Alone it has another order than among others."""
+    old, new = (make_stream(tmp_path / each, dict.fromkeys(each, 201)) for each in (before, after))
+    first = blend_of(old, 2, {}, seed=4)
+    second = blend_of(new, 2, {}, seed=4, before=first.segment, consumed=60)
+    read = [sample for name, sample in pairs(second, 60, 250) if name == "a"][:100]
+    assert sorted(read) == list(range(100))
+
+
 def test_many_corpora_are_placed_without_overflow():
     """Six shares below 2^31 whose sum is above it, against Python's integers."""
     shares = {name: 10**9 + 7 * number for number, name in enumerate("abcdef")}

@@ -214,6 +214,13 @@ def test_a_single_document_is_cut_in_two(tmp_path):
     cut = len(DOCUMENTS[-1]) - round(len(DOCUMENTS[-1]) * 0.1)
     assert documents(tmp_path / "data/train") == [DOCUMENTS[-1][:cut]]
     assert documents(tmp_path / "data/validation") == [DOCUMENTS[-1][cut:]]
+    assert report(tmp_path / "data")["leakage"]["after"] == 0
+
+
+def test_the_rest_of_a_document_that_repeats_is_found_in_its_beginning(tmp_path):
+    (tmp_path / "only.txt").write_text((DOCUMENTS[-1] + "\n") * 20)
+    build(config(tmp_path))
+    assert report(tmp_path / "data")["leakage"]["after"] > 0
 
 
 def test_two_corpora_of_one_document_each_are_not_cut(tmp_path):

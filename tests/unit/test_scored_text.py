@@ -10,7 +10,7 @@ import pytest
 from pretrain.data.stream import TokenStream
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from pretrain.evaluation.windows import ScoredText, text_bytes
-from tests.unit.splits import write_split
+from tests.unit.splits import make_stream, write_split
 from tests.unit.test_tokenizer_json import KINDS
 
 DOCUMENTS = [
@@ -88,6 +88,11 @@ def test_the_whole_split_has_the_bytes_that_were_built(tiny_data, monkeypatch):
     ids[7] = tokenizer.special["unk"]
     monkeypatch.setattr(stream, "read", lambda start, count: ids[start : start + count])
     assert ScoredText(stream).bytes == ScoredText(stream, 5000).bytes == 0
+
+
+def test_every_corpus_is_scored_at_its_share(tmp_path):
+    text = ScoredText(make_stream(tmp_path, {"a": 30, "b": 70, "c": 1}), 20)
+    assert text.inputs(1, 19).tolist() == [*range(5), *range(30, 44), 100]
 
 
 @pytest.mark.parametrize(("vocab_size", "itemsize"), [(60_000, 2), (70_000, 4)])

@@ -224,6 +224,10 @@ def test_a_run_is_known_by_its_files_and_not_by_names():
     for name in ("attempts/old", "launch", "logs"):
         (package / name).mkdir(parents=True)
     (package / "run.json").write_text('{"name": "another program\'s"}')
+    record = Path("runs/study/records/alibi-64-s1")
+    record.mkdir(parents=True)
+    for name in ("metrics.jsonl", "record.json"):
+        (record / name).write_text("{}")
     assert find_runs([]) == [base, imported]
     given = sorted(Path("runs").iterdir())
     assert find_runs([*given, Path("runs/none")]) == [base, imported, Path("runs/none")]

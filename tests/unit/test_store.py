@@ -270,9 +270,13 @@ def test_what_a_run_has_on_its_disk_is_used_unless_the_store_is_ahead(tmp_path):
     assert fetch(config, "auto") == "auto"
     assert len(complete_checkpoints(run)) == 2
     # Another node went on from the store.
+    metrics = [f'{{"step": {step}, "loss_nats": 1.0}}\n' for step in (1, 2, 3, 4)]
+    (run / "metrics.jsonl").write_text("".join(metrics))
     upload_all(run, url)
     shutil.rmtree(second.path)
+    (run / "metrics.jsonl").write_text("".join(metrics[:2]))
     assert fetch(config, "auto") == "auto"
+    assert (run / "metrics.jsonl").read_text() == "".join(metrics)
     assert [p.name for p in complete_checkpoints(run)] == ["step-00000002", "step-00000004"]
     with pytest.raises(ConfigError, match="holds a run already"):
         fetch(config, "none")
@@ -312,6 +316,13 @@ def test_verify_and_upload_by_url(tmp_path):
         return CliRunner().invoke(app, ["checkpoint", *words])
 
     assert "every checkpoint is uploaded" in call("upload", str(run)).stdout
+    # Another node has gone on since.
+    second = save(run, 4, after(first))
+    upload_all(run, url)
+    shutil.rmtree(second.path)
+    call("upload", str(run))
+    newest = Store(url).newest()
+    assert newest is not None and newest.lineage == second.lineage
     assert "every byte is as it was written" in call("verify", url).stdout
     flip(tmp_path / f"store/step-00000002-{first.lineage.id}/rank-00001.safetensors")
     result = call("verify", url)
