@@ -31,6 +31,7 @@ from pretrain.launcher.status import (
     queued,
     read_statuses,
 )
+from pretrain.launcher.submit import link_log
 from pretrain.processes import Repeater
 from pretrain.rundir.attempts import AttemptRecord, is_finished, read_attempt, read_attempts
 from pretrain.rundir.checkpoints import checkpoint_name, newest_checkpoint_step
@@ -525,4 +526,7 @@ def _submit_again(run: Path, record: JobRecord) -> None:
     number = slurm.submit_script(arguments, script)
     job_id = number if index is None else f"{number}_{index}"
     append_job(run, dataclasses.replace(record, job_id=job_id, submitted_at=time.time()))
+    if index is not None:
+        output = next((a for a in arguments if a.startswith("--output=")), "")
+        link_log(run, job_id, Path(output.partition("=")[2].replace("%%", "%")).parent)
     print(f"{run}: had no job any more; submitted again as job {job_id}{_newest(run)}")

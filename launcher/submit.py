@@ -461,12 +461,18 @@ def send(runs: Sequence[TrainingRun], job: Job, files: Mapping[Path, str]) -> li
         # Else the plan of a cancelled job would keep all checkpoints from deletion.
         RunPaths(run.directory).paused_evaluation_plan.unlink(missing_ok=True)
         if job.is_array:
-            # An array has one --output for all tasks, so their logs share a folder. The link in
-            # each run leads to the run's own log, at the path where a single job has it.
-            link = RunPaths(run.directory).slurm_log(run_job_id)
-            with contextlib.suppress(OSError):
-                link.symlink_to(os.path.relpath(job.logs / link.name, link.parent))
+            link_log(run.directory, run_job_id, job.logs)
     return ids
+
+
+def link_log(run: Path, job_id: str, logs: Path) -> None:
+    """Link to the log of a task of an array from the path where a single job has its log.
+
+    An array has one --output for all tasks, so their logs share a folder.
+    """
+    link = RunPaths(run).slurm_log(job_id)
+    with contextlib.suppress(OSError):
+        link.symlink_to(os.path.relpath(logs / link.name, link.parent))
 
 
 def _launch_files(

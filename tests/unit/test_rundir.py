@@ -269,11 +269,14 @@ def test_what_is_submitted_again_is_the_run_of_the_script(tmp_path, monkeypatch)
     sent = []
     monkeypatch.setattr(slurm, "submit_script", lambda *given: sent.append(given) or "9")
     record = JobRecord("7_3", "train", "b", 1.0, "site", 1, 1, str(tmp_path))
-    launch = LaunchRecord(("srun",), "python", 1, 1, ("--array=0-1",), {}, 1)
+    words = ("--array=0-1", f"--output={tmp_path}/sweep/slurm-%A_%a.log")
+    launch = LaunchRecord(("srun",), "python", 1, 1, words, {}, 1)
     paths = RunPaths(tmp_path)
+    paths.logs.mkdir()
     paths.launch_record.parent.mkdir()
     paths.launch_record.write_text(json.dumps(dataclasses.asdict(launch)))
     paths.launch_script.write_text("script")
     _submit_again(tmp_path, record)
-    assert sent == [(["--array=1"], "script")]
+    assert sent == [(["--array=1", words[1]], "script")]
     assert read_jobs(tmp_path)[-1].job_id == "9_1"
+    assert paths.slurm_log("9_1").readlink() == Path("../sweep/slurm-9_1.log")
