@@ -326,7 +326,7 @@ def missing_data_set(path: str | Path) -> ConfigError:
     return ConfigError(
         f"{path}: no such file, so there is no finished data set in "
         f"data.directory = {str(path).rsplit('/', 2)[0]}. Build one with `pretrain data build "
-        "CONFIG`"
+        "CONFIG`, or say where it is now: --set data.directory=DIRECTORY"
     )
 
 
