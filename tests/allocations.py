@@ -40,11 +40,8 @@ class Allocations(TorchDispatchMode):
         """Bytes that are alive."""
         self.peak = 0
         """The most since `begin`."""
-        self.kept = 0
-        """The most at the beginning of a backward pass since `begin`."""
         self._counter = counter
         self._alive: set[int] = set()
-        self._in_backward = False
 
     def __enter__(self) -> Allocations:
         gc.freeze()
@@ -58,13 +55,9 @@ class Allocations(TorchDispatchMode):
     def begin(self) -> None:
         """Forget the most so far."""
         gc.collect()
-        self.peak = self.kept = self.now
+        self.peak = self.now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        in_backward = torch._C._current_graph_task_id() != -1
-        if in_backward and not self._in_backward:
-            self.kept = max(self.kept, self.now)
-        self._in_backward = in_backward
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":
@@ -95,8 +88,8 @@ def measure(config: RunConfig, topology: Topology, allocations: Allocations) -> 
 
     Returns:
         "weights", "gradients", "optimizer": bytes of the tensors of ZeRO 1. "between": all that is
-        alive between two steps. "kept", "peak": the most at the beginning of a backward pass and at
-        any time of the passes, beside those three parts; at ZeRO 2 and 3 beside nothing.
+        alive between two steps. "peak": the most at any time of the passes, beside those three
+        parts; at ZeRO 2 and 3 beside nothing.
     """
     from pretrain.model.gpt import build_model
     from pretrain.optim.zero import ZeroOptimizer
@@ -113,7 +106,7 @@ def measure(config: RunConfig, topology: Topology, allocations: Allocations) -> 
     for _ in range(2):
         allocations.begin()
         losses = forward_backward(chunks, optimizer, batches, None)
-        result |= {"kept": allocations.kept, "peak": allocations.peak}
+        result["peak"] = allocations.peak
         del losses
         optimizer.reduce_gradients()
         optimizer.update(1e-3)
@@ -129,7 +122,6 @@ def measure(config: RunConfig, topology: Topology, allocations: Allocations) -> 
         result["gradients"] = _bytes([b.gradients for b in sharded._reducer.buckets])
         result["optimizer"] = _bytes([*zero.single_partition_of_fp32_groups, *moments])
         state = sum(result[part] for part in ("weights", "gradients", "optimizer"))
-        result["kept"] -= state
         result["peak"] -= state
     return result
 
