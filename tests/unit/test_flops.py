@@ -1,7 +1,5 @@
 """Test FLOP counts against a count of every matrix product, and device peaks by torch's names."""
 
-from pathlib import Path
-
 import pytest
 
 from pretrain.config import RunConfig, load_config
@@ -11,18 +9,9 @@ from pretrain.model import (
     num_matmul_parameters,
     peak_tflops_per_second,
 )
+from tests.changed import ROOT
 
-DEMO = Path(__file__).parents[2] / "configs/demo.toml"
-
-
-def make_config(*overrides: str) -> RunConfig:
-    shape = [
-        "model.num_layers=4",
-        "model.hidden_size=128",
-        "model.num_attention_heads=8",
-        "position.method=alibi",
-    ]
-    return load_config(DEMO, [*shape, *overrides])
+DEMO = ROOT / "configs/demo.toml"
 
 
 def matmul_flops(config: RunConfig, length: int, causal: bool) -> float:
@@ -61,13 +50,13 @@ def matmul_flops(config: RunConfig, length: int, causal: bool) -> float:
     ],
 )
 def test_flops_equal_a_count_of_every_product(length, causal, overrides):
-    config = make_config(*overrides)
+    config = load_config(DEMO, overrides)
     assert flops_per_token(config, length, causal) * length == matmul_flops(config, length, causal)
 
 
 def test_an_adaptive_softmax_costs_its_head_and_the_projections_of_the_words():
     """Of one cluster alone, as every token of the head costs it."""
-    plain, adaptive = make_config(), make_config("model.adaptive_cutoffs=[500,2000]")
+    plain, adaptive = load_config(DEMO), load_config(DEMO, ["model.adaptive_cutoffs=[500,2000]"])
     layers = num_matmul_parameters(plain) - plain.padded_vocab_size * 128
     # The words' projection to hidden_size, and the logits of 500 words and two tails.
     assert num_matmul_parameters(adaptive) == layers + 128 * 128 + (500 + 2) * 128
@@ -87,7 +76,7 @@ def test_published_throughput_gives_the_published_utilization():
         "evaluation.lengths=[1024]",
         "model.use_bias=false",
     ]
-    flops = flops_per_token(make_config(*shape), 1024, causal=False)
+    flops = flops_per_token(load_config(DEMO, shape), 1024, causal=False)
     mfu = model_flops_utilization(48_910, flops, peak_tflops_per_second("NVIDIA H100 80GB HBM3"))
     assert mfu == pytest.approx(0.4195, rel=0.003)
 
