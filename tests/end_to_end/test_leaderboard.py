@@ -10,8 +10,8 @@ from transformers import GPTJForCausalLM
 
 from pretrain.evaluation.leaderboard import NUMBERS
 from tests.end_to_end.commands import pretrain, succeeds
+from tests.unit.report_records import Page
 from tests.unit.test_evaluate_folder import GPTJ, folder
-from tests.unit.test_leaderboard import Page
 
 __all__ = ["folder"]
 

@@ -1,9 +1,10 @@
-"""Records and losses by position as an evaluation makes them, for the tests of reports."""
+"""Records and losses as an evaluation makes them, and a reader of pages, for tests of reports."""
 
 from __future__ import annotations
 
 import io
 import math
+from html.parser import HTMLParser
 
 import numpy as np
 from PIL import Image
@@ -56,6 +57,27 @@ def position_losses(length, windows=10, offset=0.0):
     """Return losses that fall with the position, of this many windows."""
     losses = 4 + offset + 3 / np.sqrt(np.arange(1, length + 1))
     return Binned.of(Losses(losses, np.full(length, windows)))
+
+
+class Page(HTMLParser):
+    """A page's rows, as (data of the body, values of the cells), its tags, script and text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.rows, self.tags, self.script, self.text = [], [], "", ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        self.tags.append((tag, given))
+        if tag == "tbody":
+            self.rows.append((given, []))
+        if "data-value" in given:
+            self.rows[-1][1].append(given["data-value"])
+
+    def handle_data(self, data):
+        self.script += data if self.cdata_elem == "script" else ""
+        self.text += data
 
 
 def read_png(content):

@@ -6,7 +6,6 @@ import base64
 import hashlib
 import json
 import math
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
@@ -15,32 +14,11 @@ from scipy.stats import ttest_1samp
 from pretrain.config import ConfigError
 from pretrain.evaluation.leaderboard import add, build
 from pretrain.evaluation.records import Losses, records_json
-from tests.unit.report_records import make_record
+from tests.unit.report_records import Page, make_record
 
 TEXT, OTHER = "aaaaaaaaaaaa", "bbbbbbbbbbbb"
 HOSTILE = "<script>alert(1)</script>"
 LENGTHS = 128, 512
-
-
-class Page(HTMLParser):
-    """A page's rows, as (data of the body, values of the cells), its tags, script and text."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.rows, self.tags, self.script, self.text = [], [], "", ""
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        given = dict(attrs)
-        self.tags.append((tag, given))
-        if tag == "tbody":
-            self.rows.append((given, []))
-        if "data-value" in given:
-            self.rows[-1][1].append(given["data-value"])
-
-    def handle_data(self, data):
-        self.script += data if self.cdata_elem == "script" else ""
-        self.text += data
 
 
 def evaluations(loss, seed, text=TEXT, **changes):

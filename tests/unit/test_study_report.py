@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import html.parser
+import html
 import json
 import re
 
@@ -15,6 +15,7 @@ from pretrain.evaluation.report import Page, plain
 from pretrain.study.reading import read_results
 from pretrain.study.report import _growth, as_code, by_compute, report, to_html, write_reports
 from pretrain.study.runs import StudyFile
+from tests.unit.report_records import Page as HtmlPage
 from tests.unit.study_files import make_study, published_shape
 from tests.unit.test_study_published import look_up
 
@@ -110,31 +111,19 @@ def test_early_tokens_and_growth_are_there(study, text):
 
 
 # ---- files ---------------------------------------------------------------------------------------
-class References(html.parser.HTMLParser):
-    """Collects what a page loads or links, and its scripts."""
-
-    def __init__(self):
-        super().__init__()
-        self.found, self.tags, self.ids = [], [], set()
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.found += [value for key, value in attrs if key in ("src", "href", "data", "action")]
-        self.ids |= {value for key, value in attrs if key == "id"}
-
-
 def test_the_page_needs_no_other_file_and_runs_nothing(study):
     page = report_of(study, "report.html")
-    references = References()
-    references.feed(page)
-    for reference in references.found:
-        anchor = reference.removeprefix("#") if reference.startswith("#") else None
-        assert anchor in references.ids or reference.startswith("data:"), reference[:80]
+    tags = HtmlPage(page).tags
+    ids, names = {given.get("id") for _, given in tags}, [name for name, _ in tags]
+    keys = ("src", "href", "data", "action")
+    for reference in [given[key] for _, given in tags for key in keys if key in given]:
+        anchor = reference.removeprefix("#") if reference.startswith("#") else ""
+        assert anchor in ids or reference.startswith("data:"), reference[:80]
     # It opens with the verdicts and a figure, and what was asked comes last.
     assert page.index("<table>") < page.index("<figure>") < page.index("<h2>") < page.index("<pre>")
     assert page.index("What was asked") == page.rindex("<h2>") + len("<h2>")
-    assert "script" not in references.tags and "url(" not in page
-    assert references.tags.count("img") == 4 and references.tags.count("table") > 5
+    assert "script" not in names and "url(" not in page
+    assert names.count("img") == 4 and names.count("table") > 5
     title = "A *study* of &lt;script&gt;alert(&quot;x&quot;)&lt;/script&gt; &amp; [links]"
     assert f"<h1>{title}(javascript:x)</h1>" in page
     assert f"<title>{title}(javascript:x)</title>" in page
