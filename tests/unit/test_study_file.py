@@ -32,10 +32,9 @@ from pretrain.study.runs import (
     records_of,
     resolve,
 )
-from tests.end_to_end.commands import wait_for
+from tests.end_to_end.commands import ROOT, wait_for
 from tests.unit.report_records import make_record
 
-ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "configs/demo.toml"
 FIELDS = {
     "title": '"T"',
@@ -70,7 +69,6 @@ def test_methods_lengths_and_seeds_are_a_run_each_with_equal_tokens_a_step(tmp_p
     assert [run.name for run in found.runs] == [*names, "alibi-64-s3"]
     for run in found.runs:
         assert run.name == f"{run.method}-{run.train_length}-s{run.seed}"
-        assert run.config.run.directory == f"s/runs/{run.name}"
         # The demo's, at its own 128 tokens: 32 sequences a step, 16 in a micro batch.
         assert run.config.tokens_per_step == 32 * 128
         assert run.config.batch.micro_batch_size * run.train_length == 16 * 128
@@ -218,8 +216,8 @@ def test_a_study_never_writes_over_files_of_the_user(tmp_path: Path) -> None:
     """With `directory = "."` a clone's own configs would be in the way."""
     (tmp_path / "configs").mkdir()
     overlays(tmp_path / "configs", "alibi_64", "t5_64")
-    found = study(tmp_path, CONFIGS | {"configs": '["configs/*.toml"]', "directory": '"."'})
-    here = replaced(found, tmp_path)
+    keys = CONFIGS | {"configs": '["configs/*.toml"]', "directory": f'"{tmp_path}"'}
+    here = study(tmp_path, keys)
     before = {path: path.read_text() for path in tmp_path.rglob("*.toml")}
     with pytest.raises(ConfigError, match=r"study\.toml is there and of no study"):
         check_directory(here)
@@ -231,7 +229,7 @@ def test_a_study_never_writes_over_files_of_the_user(tmp_path: Path) -> None:
 
 
 def test_a_clone_with_records_alone_is_a_studys(tmp_path: Path) -> None:
-    here = replaced(study(tmp_path, FIELDS), tmp_path / "s")
+    here = study(tmp_path, FIELDS | {"directory": f'"{tmp_path}/s"'})
     record = tmp_path / "s/records/alibi-64-s1234"
     record.mkdir(parents=True)
     with pytest.raises(ConfigError, match="records is there and of no study"):
@@ -375,12 +373,6 @@ def test_a_measurement_of_speed_is_of_all_settings_but_the_seed(tmp_path: Path) 
     others += "optimizer.name=nag model.hidden_dropout=0.1 batch.micro_batch_size=1"
     assert len({found(), *map(found, others.split())}) == 7
     assert found() == found("data.num_workers=3", "logging.interval_steps=7", seed=8)
-
-
-def replaced(found: Study, folder: Path) -> Study:
-    """Return a study with another directory."""
-    asked = found.asked.model_copy(update={"directory": str(folder)})
-    return dataclasses.replace(found, asked=asked)
 
 
 # ---- processes -----------------------------------------------------------------------------------
