@@ -287,6 +287,11 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def losses(run: Path) -> list[float]:
+    """Return the training loss of each step of metrics.jsonl, in nats."""
+    return [record["loss_nats"] for record in metrics(run) if "evaluation" not in record]
+
+
 def untimed(run: Path) -> list[dict[str, Any]]:
     """Return the records of metrics.jsonl without the fields that a clock measures."""
     timed = ("step_seconds", "data_wait_seconds", "tokens_per_second", "tflops", "peak_memory")
@@ -322,6 +327,13 @@ def replace(path: Path, content: bytes) -> None:
     """Put a new file in the place of one that may be hard-linked elsewhere."""
     path.unlink()
     path.write_bytes(content)
+
+
+def executable(path: Path, text: str) -> Path:
+    """Write a script that can be run, and return its path."""
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
 
 
 def flip(path: Path) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from pretrain.config import load_config
-from tests.end_to_end.commands import ROOT, succeeds
+from tests.end_to_end.commands import ROOT, executable, succeeds
 from tests.guide import Workspace
 
 DEMO = "configs/demo.toml"
@@ -86,8 +86,7 @@ def test_make_demo_comes_to_the_committed_numbers(tmp_path):
     programs.mkdir(parents=True)
     for name in ("pretrain", "launcher"):
         module = "pretrain" if name == "pretrain" else "pretrain.launcher"
-        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
-        (programs / name).chmod(0o755)
+        executable(programs / name, f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
     subprocess.run(
         ["make", "-o", ".venv/.installed", "demo"],
         cwd=workspace.folder,

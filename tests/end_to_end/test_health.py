@@ -13,7 +13,6 @@ from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.checkpoints import complete_checkpoints, read_abandoned
 from tests.end_to_end.commands import (
     LAUNCHER,
-    PRETRAIN,
     forked,
     sets,
     succeeded,
@@ -67,7 +66,7 @@ def test_a_checkpoint_that_poisons_an_attempt_is_passed_over(poisoned_run, works
     # The history is that of a run to which nothing happened, bit for bit.
     whole = workspace / "runs/not_poisoned"
     settings = [f"run.directory={whole}", "checkpoint.interval_steps=4", "train.num_steps=12"]
-    succeeded(forked([*PRETRAIN, "train", str(config), *sets(*settings)]))
+    succeeds("train", config, *sets(*settings))
     first, second = (open_checkpoint(each / "checkpoints/step-00000012") for each in (run, whole))
     for kind in ("master", *first.config.moments):
         one, two = (load_global_state(each, kind) for each in (first, second))

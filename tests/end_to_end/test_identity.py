@@ -18,7 +18,6 @@ from pretrain.rundir.paths import ExitCode
 from tests.end_to_end.commands import (
     LAUNCHER,
     PRETRAIN,
-    Done,
     Running,
     contents,
     explained,
@@ -57,13 +56,6 @@ def saved(run: Path, count: int = 1) -> Callable[[], bool]:
     return lambda: len(complete_checkpoints(run)) >= count
 
 
-def stopped(process: Running) -> Done:
-    process.send_signal(signal.SIGTERM)
-    done = process.ended()
-    assert done.code == ExitCode.STOPPED, done.text
-    return done
-
-
 def identity(run: Path) -> dict[str, object]:
     content: dict[str, object] = json.loads((run / "run.json").read_text())
     return content
@@ -78,15 +70,15 @@ def test_a_copy_of_a_run_that_trains_is_a_run_of_its_own(workspace, config):
         process.send_signal(signal.SIGCONT)
         status = forked([*LAUNCHER, "status", str(copy)])
         assert status.code == 0 and "copied" in status.out and "running" not in status.out
-        prune = ["checkpoint", "prune", copy, "--keep", "2", "--yes"]
-        assert "deleted" in succeeds(*prune).out
-        explained(
-            forked([*PRETRAIN, *[str(w) for w in prune[:2]], str(run), *prune[3:]]), 2, "kill"
-        )
+        prune = ("checkpoint", "prune", "--keep", 2, "--yes")
+        assert "deleted" in succeeds(*prune, copy).out
+        explained(pretrain(*prune, run), 2, "kill")
         last = int(complete_checkpoints(copy)[-1].name[5:])
         succeeds("train", config, *words(copy, f"train.num_steps={last + 2}"))
         assert process.poll() is None, process.said()
-        stopped(process)
+        process.send_signal(signal.SIGTERM)
+        done = process.ended()
+        assert done.code == ExitCode.STOPPED, done.text
     ids = identity(run)["id"], identity(copy)["id"]
     assert len(set(ids)) == 2 and identity(copy)["copy_of"] == ids[0]
     # What the two saved since lies on two branches.

@@ -23,7 +23,7 @@ from pretrain.positions.base import METHODS, PositionMethod
 from pretrain.topology import initialize
 from tests.conftest import tiny_config
 from tests.end_to_end import commands
-from tests.end_to_end.commands import Done, explained, metrics, sets
+from tests.end_to_end.commands import Done, explained, losses, metrics, sets
 
 
 class Toy(PositionMethod):
@@ -128,11 +128,6 @@ def toy(workspace: Path, config: Path) -> Path:
     pretrain(*words, *sets(*FOUR), world_size=4)
     pretrain(*words, world_size=2)
     return run
-
-
-def losses(run: Path) -> list[float]:
-    records = [record for record in metrics(run) if "evaluation" not in record]
-    return [record["loss_nats"] for record in records]
 
 
 def test_it_trains_and_resumes_in_another_layout(toy, workspace, config):

@@ -14,7 +14,7 @@ import pytest
 
 from pretrain.launcher.site import parse_site
 from pretrain.launcher.slurm_job import Job, launcher_command
-from tests.end_to_end.commands import TIMEOUT_SECONDS, wait_for
+from tests.end_to_end.commands import TIMEOUT_SECONDS, executable, wait_for
 from tests.unit.test_site import CPU
 
 
@@ -26,9 +26,8 @@ class Script:
         given = launcher_command("attempt", "RUN") if is_launcher else tuple(command)
         job = Job("a", parse_site(CPU, "site"), folder, folder, (given,))
         words = shlex.join(command).replace("\\", r"\\")
-        (folder / "job.sbatch").write_text(re.sub(r"(?<=set -- ).*", words, job.script()))
-        (folder / "job.sbatch").chmod(0o755)
-        self.process = subprocess.Popen([folder / "job.sbatch"], start_new_session=True)
+        script = executable(folder / "job.sbatch", re.sub(r"(?<=set -- ).*", words, job.script()))
+        self.process = subprocess.Popen([script], start_new_session=True)
 
     def wait_for(self, name: str) -> None:
         def exists() -> bool:

@@ -29,7 +29,7 @@ from pretrain.rundir.attempts import Attempt, Diagnosis, Owner
 from pretrain.rundir.files import make_directory
 from pretrain.rundir.jobs import JobRecord, append_job
 from pretrain.rundir.paths import RunPaths
-from tests.end_to_end.commands import TIMEOUT_SECONDS
+from tests.end_to_end.commands import TIMEOUT_SECONDS, executable
 from tests.unit.test_trust import LAUNCH
 
 STEERING = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\u2066\x08\r\n\x00"
@@ -43,8 +43,7 @@ def forgetful_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     folder = tmp_path / "bin"
     folder.mkdir()
     for name, answer in (("squeue", ""), ("sbatch", "echo 8"), ("scontrol", ""), ("scancel", "")):
-        (folder / name).write_text(f"#!/bin/sh\n{answer}\n")
-        (folder / name).chmod(0o755)
+        executable(folder / name, f"#!/bin/sh\n{answer}\n")
     monkeypatch.setenv("PATH", f"{folder}:/bin:/usr/bin")
     monkeypatch.chdir(tmp_path)
     return folder
