@@ -97,12 +97,6 @@ class Cluster:
         """The variables with which a command finds this cluster."""
         return {"SLURM_CONF": str(self.root / "slurm.conf"), "PATH": _search_path()}
 
-    @property
-    def version(self) -> tuple[int, int]:
-        """Slurm's version, such as (22, 5) or (24, 11)."""
-        year, month = self.run("sinfo", "--version").stdout.split()[1].split(".")[:2]
-        return int(year), int(month)
-
     # ---- the whole cluster ----
     def start(self) -> None:
         """Start all daemons and wait until every node is idle."""

@@ -115,16 +115,14 @@ class Runs:
         words = ["submit", config or self.config, "--site", self.site, "--nodes", nodes, *options]
         return self.launcher(*words, *self.options(name, *settings))
 
-    def local(
-        self, name: str, nproc: int, *settings: str, config: object = None
-    ) -> Callable[[], Path]:
+    def local(self, name: str, nproc: int, *settings: str) -> Callable[[], Path]:
         """Start the run `name` on this machine, with `nproc` processes.
 
         Returns:
             A function that waits for the run's end and returns its directory.
         """
         started = ExitStack()
-        words = ["train", ROOT / (config or self.config), *self.options(name, *settings)]
+        words = ["train", self.config, *self.options(name, *settings)]
         ranks = started.enter_context(running_ranks(words, nproc))
 
         def directory() -> Path:

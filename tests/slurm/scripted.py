@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pretrain.launcher.agent import MODULE as AGENT
 from pretrain.rundir.paths import RunPaths
-from tests.end_to_end.commands import LAUNCHER, ROOT, Done, sets, succeeded, wait_for
+from tests.end_to_end.commands import LAUNCHER, ROOT, Done, executable, sets, succeeded, wait_for
 from tests.rank_script import BEGIN
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import Run, write_site
@@ -78,13 +78,11 @@ while True:
 
 def prepare(folder: Path) -> str:
     """Write the ranks' Python and the data that they do not read; return its path."""
-    rank = folder / "rank"
-    rank.write_text(f"#!{sys.executable}{BE_AGENT}{BEGIN}{STEPS.replace('LAST', str(LAST))}")
-    rank.chmod(0o755)
+    text = f"#!{sys.executable}{BE_AGENT}{BEGIN}{STEPS.replace('LAST', str(LAST))}"
     for split in ("train", "validation"):
         (folder / "data" / split).mkdir(parents=True)
         (folder / "data" / split / "manifest.json").touch()
-    return str(rank)
+    return str(executable(folder / "rank", text))
 
 
 class Script:

@@ -6,7 +6,6 @@ scripted.py, which counts instead of training; supervisor, signals, jobs and fil
 
 from __future__ import annotations
 
-import stat
 from collections import Counter
 from pathlib import Path
 
@@ -15,9 +14,12 @@ import pytest
 from pretrain.launcher import slurm
 from pretrain.rundir.attempts import AttemptRecord, read_attempts
 from pretrain.rundir.jobs import read_jobs
-from tests.end_to_end.commands import explained, wait_for
+from tests.end_to_end.commands import executable, explained, wait_for
 from tests.slurm.cluster import Cluster
-from tests.slurm.test_follow import Desk
+from tests.slurm.test_follow import Desk, desk
+
+__all__ = ["desk"]
+pytestmark = pytest.mark.usefixtures("here")
 
 LENGTHS = (64, 128, 256)
 WRAPPER = """#!/bin/bash
@@ -29,11 +31,6 @@ SCONTROL = """#!/bin/sh
 test "$*" = "show config" && echo "MaxArraySize            = {size}" || exec {scontrol} "$@"
 """
 COMMANDS = ("sbatch", "squeue", "scontrol", "scancel")
-
-
-@pytest.fixture
-def desk(cluster: Cluster, tmp_path: Path, here: None) -> Desk:
-    return Desk(cluster, tmp_path)
 
 
 class Sweep:
@@ -73,9 +70,7 @@ def commands(folder: Path, cluster: Cluster) -> dict[str, str]:
     folder.mkdir()
     for name in COMMANDS:
         found = cluster.run("bash", "-c", f"command -v {name}").stdout.strip()
-        path = folder / name
-        path.write_text(WRAPPER.format(real=found, calls=folder / "calls"))
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        executable(folder / name, WRAPPER.format(real=found, calls=folder / "calls"))
     return {"PATH": f"{folder}:{cluster.environment['PATH']}"}
 
 
@@ -112,9 +107,7 @@ def test_each_run_of_a_sweep_is_requeued_and_cancelled_alone(desk: Desk) -> None
 
 def test_a_sweep_that_no_array_takes_is_refused(desk: Desk, tmp_path: Path) -> None:
     real = desk.cluster.run("bash", "-c", "command -v scontrol").stdout.strip()
-    script = tmp_path / "scontrol"
-    script.write_text(SCONTROL.format(size=2, scontrol=real))
-    script.chmod(0o755)
+    executable(tmp_path / "scontrol", SCONTROL.format(size=2, scontrol=real))
     path = f"{tmp_path}:{desk.cluster.environment['PATH']}"
     done = desk.sweep(LENGTHS, "--nodes", 1, code=2, PATH=path)
     explained(done, 2, "3 runs: a job array of this cluster has at most 2 tasks")

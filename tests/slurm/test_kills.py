@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from tests.end_to_end.commands import LAUNCHER, wait_for
+from tests.end_to_end.commands import LAUNCHER, executable, wait_for
 from tests.slurm.scripted import Script, ScriptedRun
 from tests.slurm.test_restart import finish
 
@@ -111,9 +111,8 @@ def test_orders_reach_the_ranks_while_slurmctld_is_away(script: Script) -> None:
 def test_the_codes_of_a_container_are_not_the_ranks(script: Script, code: int) -> None:
     """Nor are those of slurmstepd where it finds no Python."""
     node = "n2"
-    broken = script.folder / "container"
-    broken.write_text(f'#!/bin/sh\ntest "$SLURMD_NODENAME" = {node} && exit {code}\nexec "$@"\n')
-    broken.chmod(0o755)
+    text = f'#!/bin/sh\ntest "$SLURMD_NODENAME" = {node} && exit {code}\nexec "$@"\n'
+    broken = executable(script.folder / "container", text)
     run = script.submit(f"code-{code}", container=[str(broken)], options=("--nodelist=n[1-2]",))
     for attempt in (1, 2):
         ended = run.wait_for_end(attempt)

@@ -16,7 +16,7 @@ from pretrain.launcher.preflight import STAGES, check_nodes
 from pretrain.launcher.supervise import Signals
 from pretrain.rundir.attempts import Attempt, AttemptRecord, Preflight, read_attempts
 from pretrain.rundir.jobs import LaunchRecord
-from tests.end_to_end.commands import ON_CPU, ROOT, wait_for
+from tests.end_to_end.commands import ON_CPU, ROOT, executable, wait_for
 from tests.slurm.cluster import Cluster
 
 LIMIT = 120.0
@@ -48,16 +48,13 @@ class Bench:
         self.job_id = done.stdout.strip()
         cluster.wait_for_job(self.job_id, ["RUNNING"])
         listed = cluster.job(self.job_id)["NodeList"]
-        words = cluster.run("scontrol", "show", "hostnames", listed).stdout.split()
-        self.nodes = words
+        self.nodes = cluster.run("scontrol", "show", "hostnames", listed).stdout.split()
         self.run = folder / "run"
 
     def python(self, text: str) -> Path:
         path = self.folder / "bin/python"
         path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-        path.chmod(0o755)
-        return path
+        return executable(path, text)
 
     def fake(self, change: str = "") -> Path:
         return self.python(FAKE.replace("# CHANGE", change))

@@ -8,12 +8,13 @@ from __future__ import annotations
 import subprocess
 import time
 import tomllib
+from typing import Any
 
 import tomli_w
 
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.checkpoints import newest_checkpoint_step
-from tests.end_to_end.commands import ROOT, wait_for
+from tests.end_to_end.commands import ROOT, executable, wait_for
 from tests.slurm.test_follow import Desk, desk
 
 __all__ = ["desk"]
@@ -36,7 +37,7 @@ class Gate:
         self.folder.mkdir()
         text = SITECUSTOMIZE.format(folder=str(self.folder))
         (self.folder / "sitecustomize.py").write_text(text)
-        add_to_environment(desk, PYTHONPATH=f"{self.folder}:{ROOT}")
+        change_site(desk, environment={"PYTHONPATH": f"{self.folder}:{ROOT}"})
 
     def wait(self) -> None:
         """Wait until a launcher waits."""
@@ -46,11 +47,10 @@ class Gate:
         (self.folder / "open").touch()
 
 
-def add_to_environment(desk: Desk, **variables: str) -> None:
-    """Give variables to the jobs that are submitted from now on."""
+def change_site(desk: Desk, **changes: Any) -> None:
+    """Give other values to the site of the jobs that are submitted from now on."""
     site = desk.folder / "site.toml"
-    values = tomllib.loads(site.read_text())
-    site.write_text(tomli_w.dumps(values | {"environment": variables}))
+    site.write_text(tomli_w.dumps(tomllib.loads(site.read_text()) | changes))
 
 
 def submit(desk: Desk, *words: object, run: str = RUN) -> str:
@@ -108,10 +108,9 @@ def test_a_cancelled_run_is_recorded_while_squeue_takes_longer_than_kill_wait(de
     folder, slow = desk.folder / "commands", desk.folder / "slow"
     folder.mkdir()
     real = desk.cluster.run("bash", "-c", "command -v squeue").stdout.strip()
-    squeue = folder / "squeue"
-    squeue.write_text(f'#!/bin/bash\ntest -e {slow} && sleep 30\nexec {real} "$@"\n')
-    squeue.chmod(0o755)
-    add_to_environment(desk, PATH=f"{folder}:{desk.cluster.environment['PATH']}")
+    script = f'#!/bin/bash\ntest -e {slow} && sleep 30\nexec {real} "$@"\n'
+    executable(folder / "squeue", script)
+    change_site(desk, environment={"PATH": f"{folder}:{desk.cluster.environment['PATH']}"})
     job = submit(desk)
     desk.wait_for_step(RUN, 1)
     slow.touch()
@@ -127,9 +126,7 @@ def test_a_cancelled_run_is_recorded_while_squeue_takes_longer_than_kill_wait(de
 
 def test_a_run_directory_that_a_node_does_not_see_is_named(desk: Desk) -> None:
     node = "n3"
-    site = desk.folder / "site.toml"
-    values = tomllib.loads(site.read_text())
-    site.write_text(tomli_w.dumps(values | {"sbatch_arguments": [f"--nodelist={node}"]}))
+    change_site(desk, sbatch_arguments=[f"--nodelist={node}"])
     init = desk.cluster._init(node)
     inside = ["nsenter", f"--target={init}", "--mount"]
     subprocess.run([*inside, "mount", "-t", "tmpfs", "none", desk.folder], check=True)

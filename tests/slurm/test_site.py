@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,8 +15,9 @@ from pretrain.rundir.checkpoints import checkpoint_directory
 from tests.end_to_end.commands import explained, sets, succeeded
 from tests.slurm.cluster import Cluster, pyxis_options
 from tests.slurm.runs import AS_AGENT, write_configs
-from tests.slurm.test_submit import DEMO, Desk, files
+from tests.slurm.test_submit import DEMO, Desk, desk, files, nothing_starts
 
+__all__ = ["desk"]
 CHANGES = {"JobId", "SubmitTime", "EligibleTime", "AccrueTime", "LastSchedEval", "Priority"}
 CHANGES |= {"StartTime", "EndTime", "Command", "ArrayJobId", "Reason"}
 """Fields of a job that tell when and from which file it was sent."""
@@ -34,29 +33,6 @@ SHAPES = {
     "TIMELIMIT": "9",
 }
 """Some of the variables SBATCH_... that change a job's shape, each with such a value."""
-
-
-@pytest.fixture
-def desk(cluster: Cluster, tmp_path: Path, here: None) -> Desk:
-    return Desk(cluster, tmp_path)
-
-
-@contextmanager
-def partition(cluster: Cluster, before: list[str], after: list[str]) -> Iterator[None]:
-    """Change the partition "main", and undo it."""
-    done = cluster.run("scontrol", "update", "PartitionName=main", *before)
-    assert done.returncode == 0, done.stderr
-    try:
-        yield
-    finally:
-        cluster.run("scontrol", "update", "PartitionName=main", *after)
-
-
-@contextmanager
-def nothing_starts(cluster: Cluster) -> Iterator[None]:
-    """Keep jobs in the queue."""
-    with partition(cluster, ["State=DOWN"], ["State=UP"]):
-        yield
 
 
 def described(cluster: Cluster, job_id: str) -> dict[str, str]:

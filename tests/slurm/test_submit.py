@@ -11,6 +11,8 @@ import os
 import re
 import shutil
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,16 @@ from pretrain.config import dump_config, load_config
 from pretrain.launcher import slurm
 from pretrain.rundir.attempts import Attempt
 from pretrain.rundir.jobs import JobRecord, append_job, read_jobs
-from tests.end_to_end.commands import ROOT, Done, explained, launcher, sets, succeeded, wait_for
+from tests.end_to_end.commands import (
+    ROOT,
+    Done,
+    executable,
+    explained,
+    launcher,
+    sets,
+    succeeded,
+    wait_for,
+)
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import AS_AGENT, with_scripted_ranks, write_configs, write_site
 
@@ -51,9 +62,7 @@ class Desk:
         self.work, self.home, self.notes = folder / "work", folder / "home", folder / "notes"
         for path in (self.work, self.home, self.notes):
             path.mkdir()
-        self.python = folder / "python"
-        self.python.write_text(NOTES)
-        self.python.chmod(0o755)
+        self.python = executable(folder / "python", NOTES)
         self.build_data("data")
 
     def build_data(self, name: str) -> None:
@@ -103,6 +112,18 @@ class Desk:
 @pytest.fixture
 def desk(cluster: Cluster, tmp_path: Path, here: None) -> Desk:
     return Desk(cluster, tmp_path)
+
+
+@contextmanager
+def nothing_starts(cluster: Cluster) -> Iterator[None]:
+    """Keep jobs in the queue: those of a partition that is down stay pending."""
+    change = ("scontrol", "update", "PartitionName=main")
+    done = cluster.run(*change, "State=DOWN")
+    assert done.returncode == 0, done.stderr
+    try:
+        yield
+    finally:
+        cluster.run(*change, "State=UP")
 
 
 def quoted(text: str) -> str:
@@ -217,9 +238,7 @@ def test_a_run_is_trained_by_one_job_at_a_time_and_keeps_what_was_sent(
     cluster: Cluster, desk: Desk
 ) -> None:
     desk.site()
-    # Jobs that are submitted to a partition that is down stay pending.
-    cluster.run("scontrol", "update", "PartitionName=main", "State=DOWN")
-    try:
+    with nothing_starts(cluster):
         assert desk.submit("run").code == 0
         [job_id] = desk.job_ids("run")
         sent = {path: path.read_text() for path in (desk.work / "run/launch").iterdir()}
@@ -232,9 +251,7 @@ def test_a_run_is_trained_by_one_job_at_a_time_and_keeps_what_was_sent(
         assert sent == {path: path.read_text() for path in (desk.work / "run/launch").iterdir()}
         config = load_config(desk.work / "run/launch/config.toml")
         assert (config.run.directory, config.train.num_steps) == ("run", NUM_STEPS)
-    finally:
         cluster.run("scancel", *desk.job_ids("run"))
-        cluster.run("scontrol", "update", "PartitionName=main", "State=UP")
     desk.wait_until_over(job_id)
     assert slurm.is_over(job_id) is True
     succeeded(desk.submit("run", "--set", "train.num_steps=70"))
@@ -314,8 +331,7 @@ def test_a_sweep_is_an_array_of_runs_with_names_and_a_limit(cluster: Cluster, de
     [two] = write_configs(desk.work, DEMO, {"sw/two": "parallel.world_size = 2"})
     explained(desk.launcher(*words, two), 2, "1 x 1 and 2 x 1")
     assert not (desk.work / "sw/two").exists()
-    cluster.run("scontrol", "update", "PartitionName=main", "State=DOWN")
-    try:
+    with nothing_starts(cluster):
         done = desk.launcher(*words, "--concurrent", 1)
         assert done.code == 0 and "sw/rotary-64: finished, left out" in done.out, done.text
         names.remove("sw/rotary-64")
@@ -331,8 +347,6 @@ def test_a_sweep_is_an_array_of_runs_with_names_and_a_limit(cluster: Cluster, de
             "sw/rotary-64: finished, left out",
             f"sw/rotary-128: job {ids[2]} (PENDING) trains it, left out",
         ], again.text
-    finally:
-        cluster.run("scontrol", "update", "PartitionName=main", "State=UP")
     desk.wait_until_over(*ids)
     trained = {path.read_text().split("\0")[4] for path in desk.notes.glob("*.arguments")}
     assert trained == {str(desk.work / f"{name}/launch/config.toml") for name in names}

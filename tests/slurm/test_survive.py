@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.launcher.status import goodput
-from tests.end_to_end.commands import explained, wait_for
+from tests.end_to_end.commands import executable, explained, wait_for
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import AS_AGENT, STEPS, Run, Runs, losses, weights, write_site
 
@@ -183,8 +183,7 @@ def test_a_node_whose_arithmetic_is_unreliable_is_left_out(runs: Runs, tmp_path:
     bad, program, python = tmp_path / "bad", tmp_path / "unreliable.py", tmp_path / "python"
     program.write_text(UNRELIABLE.format(bad=str(bad)))
     ranks = f'case "$*" in *"pretrain train"*) exec {sys.executable} {program} "$@" ;; esac\n'
-    python.write_text(f'#!/bin/sh\n{AS_AGENT}{ranks}exec {sys.executable} "$@"\n')
-    python.chmod(0o755)
+    executable(python, f'#!/bin/sh\n{AS_AGENT}{ranks}exec {sys.executable} "$@"\n')
     runs.site = write_site(tmp_path / "site.toml", python=str(python))
     run = runs.submit("unreliable", "recovery.repeat_interval_steps=2", "recovery.spare_nodes=1")
     check_over(run)

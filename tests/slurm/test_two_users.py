@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.rundir.paths import RunPaths
-from tests.end_to_end.commands import ROOT, Done, explained, succeeded
+from tests.end_to_end.commands import ROOT, Done, explained, sets, succeeded
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import with_scripted_ranks
 from tests.slurm.test_submit import DEMO, Desk
@@ -90,8 +90,7 @@ class Users:
         return Done(done.returncode, done.stdout, done.stderr)
 
     def submit(self, run: Path, user: int = VICTIM) -> Done:
-        settings = [f"run.directory='{run}'", "data.directory='data'"]
-        options = [word for each in settings for word in ("--set", each)]
+        options = sets(f"run.directory='{run}'", "data.directory='data'")
         return self.launcher("submit", DEMO, "--site", "site.toml", *options, user=user)
 
     def ran_as(self) -> set[str]:
