@@ -1,5 +1,7 @@
 """What the Triton kernel decides, in plain torch: tiles that are skipped, weights that are dropped.
 
+And random inputs of all kernels' tests.
+
 The bound behind skipping and its proof stand in the docstring of `pretrain.kernels.flash`.
 """
 
@@ -9,6 +11,7 @@ The bound behind skipping and its proof stand in the docstring of `pretrain.kern
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,6 +31,23 @@ class Visits(NamedTuple):
     """By each tile of queries, bool [B, H, query tiles, key tiles]."""
     rows_BHSK: Tensor
     """By each query, bool [B, H, S, key tiles]. Other keys of a visited tile get no weight."""
+
+
+def random_qkv(
+    shape: Sequence[int], generator: torch.Generator, dtype: torch.dtype, device: str = "cpu"
+) -> list[Tensor]:
+    """Return queries, keys and values, leaves that require gradients.
+
+    Args:
+        shape: Queries, keys, batch, heads, key heads, width of a head.
+        generator: Draws them, the queries first.
+        dtype: Their dtype; they are drawn in fp32 on the CPU.
+        device: Where they lie.
+    """
+    queries, keys, batch, heads, groups, width = shape
+    sizes = ((queries, heads), (keys, groups), (keys, groups))
+    drawn = (torch.randn(n, batch, count, width, generator=generator) for n, count in sizes)
+    return [x.to(device, dtype).requires_grad_() for x in drawn]
 
 
 def visited_tiles(

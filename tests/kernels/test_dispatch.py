@@ -17,6 +17,7 @@ from pretrain.kernels import sdpa
 from pretrain.kernels.dispatch import _log_once, attention
 from pretrain.kernels.reference import attention_reference
 from pretrain.positions.alibi import alibi_slopes
+from tests.kernels.oracles import random_qkv
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -43,17 +44,10 @@ CASES = {
 
 def make(case, dtype, device="cpu"):
     """Return (q, k, v) and the bias arguments of a case, all leaves that require gradients."""
-    queries, keys, batch, heads, groups, width, causal, added = CASES[case]
+    *shape, causal, added = CASES[case]
+    queries, keys, _, heads, *_ = shape
     generator = torch.Generator().manual_seed(queries * keys)
-    shapes = [
-        (queries, batch, heads, width),
-        (keys, batch, groups, width),
-        (keys, batch, groups, width),
-    ]
-    qkv = [
-        torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
-        for shape in shapes
-    ]
+    qkv = random_qkv(shape, generator, dtype, device)
     arguments = {"causal": causal}
     if added == "slopes":
         arguments["slopes"] = alibi_slopes(heads).to(device).requires_grad_()

@@ -9,13 +9,13 @@ import torch
 
 from pretrain.kernels.call import ScoreBias
 from pretrain.kernels.dispatch import REFUSALS, attention, choose_backend
-from pretrain.kernels.flash.launch import Blocks, Schedule, attention_triton
+from pretrain.kernels.flash.launch import attention_triton
 from pretrain.kernels.reference import attention_reference
 from pretrain.positions.alibi import alibi_slopes
-from tests.kernels.oracles import dropout_keep
+from tests.kernels.oracles import dropout_keep, random_qkv
 from tests.kernels.test_choice import ALIBI
 from tests.kernels.test_dispatch import assert_as_good_as_plain_torch, assert_exact, run
-from tests.kernels.test_flash import visited_tiles
+from tests.kernels.test_flash import DEVICE, SMALL, visited_tiles
 
 # Lengths of the documents of each sequence of the batch.
 LENGTHS = {
@@ -25,8 +25,6 @@ LENGTHS = {
     "longer than a block of queries": [[200, 5, 95], [3, 297]],
 }
 BIASES = ["slopes", "table", None]
-# Where the Triton kernel runs: compiled on a GPU, else in its interpreter.
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def starts_of(documents, device="cpu"):
@@ -41,12 +39,8 @@ def starts_of(documents, device="cpu"):
 def make(documents, added, dtype, heads=4, groups=2, width=16, device="cpu"):
     """Return (q, k, v) and the bias arguments, all leaves that require gradients."""
     length, generator = sum(documents[0]), torch.Generator().manual_seed(3)
-    qkv = [
-        torch.randn(length, len(documents), count, width, generator=generator)
-        .to(device, dtype)
-        .requires_grad_()
-        for count in (heads, groups, groups)
-    ]
+    shape = (length, length, len(documents), heads, groups, width)
+    qkv = random_qkv(shape, generator, dtype, device)
     arguments = {}
     if added == "slopes":
         arguments["slopes"] = alibi_slopes(heads).to(device).requires_grad_()
@@ -134,9 +128,8 @@ def test_arguments_that_do_not_fit_are_refused(change, message):
         attention(*qkv, **({"document_starts": starts_of([[4, 5]])} | change))
 
 
-# Small blocks, so that few tokens have blocks of every kind: whole, cut by the causal mask, by a
-# border of documents, by both, hidden and skipped.
-SMALL = Schedule(Blocks(32, 16, 4, 2), Blocks(16, 32, 4, 2), Blocks(16, 16, 4, 2), 32)
+# With the small blocks of SMALL, few tokens have blocks of every kind: whole, cut by the causal
+# mask, by a border of documents, by both, hidden and skipped.
 TRITON = {
     "several": [[23, 1, 1, 32, 9], [66]],
     "at tile borders": [[32, 32, 6], [16, 54]],

@@ -22,10 +22,11 @@ from pretrain.kernels.flash.launch import (
 from pretrain.kernels.reference import attention_reference
 from pretrain.positions.alibi import alibi_slopes
 from tests.kernels import oracles
-from tests.kernels.oracles import dropout_keep
+from tests.kernels.oracles import dropout_keep, random_qkv
 from tests.kernels.test_dispatch import assert_as_good_as_plain_torch
 from tests.kernels.test_skipping import share_visited
 
+# Where the Triton kernel runs: compiled on a GPU, else in its interpreter.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = Schedule(Blocks(32, 16, 4, 2), Blocks(16, 32, 4, 2), Blocks(16, 16, 4, 2), 32)
 TABLE_DISTANCE = 40
@@ -103,13 +104,9 @@ def visited_tiles(
 def make(queries, keys, batch, heads, groups, width, causal, added, dtype, length=1.0):
     """Return (q, k, v, ScoreBias, leaves), q being multiplied by `length`."""
     generator = torch.Generator().manual_seed(queries * keys + width)
-    shapes = [
-        (queries, batch, heads, width),
-        (keys, batch, groups, width),
-        (keys, batch, groups, width),
-    ]
-    q, k, v = (torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes)
-    qkv = [x.requires_grad_() for x in (q * length, k, v)]
+    shape = (queries, keys, batch, heads, groups, width)
+    q, k, v = random_qkv(shape, generator, dtype, DEVICE)
+    qkv = [(q.detach() * length).requires_grad_(), k, v]
     slopes = table = None
     if added in ("slopes", "trained"):
         slopes = alibi_slopes(heads).to(DEVICE).requires_grad_(added == "trained")

@@ -7,14 +7,12 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.changed import ROOT
 from tests.conftest import mark_torture
 from tests.kernels.compile_flash import Variant
-
-ROOT = Path(__file__).parents[2]
 
 # Bytes that a thread may spill to local memory (stores plus loads) in each kernel, where it is not
 # zero. Sizes are those of Triton 3.7.1's ptxas, rounded up to the next multiple of 64.

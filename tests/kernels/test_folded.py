@@ -15,6 +15,7 @@ from pretrain.kernels.call import ScoreBias
 from pretrain.kernels.dispatch import attention
 from pretrain.kernels.reference import attention_reference
 from pretrain.positions.alibi import alibi_slopes
+from tests.kernels.oracles import random_qkv
 from tests.kernels.test_dispatch import CUDA, assert_exact
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -153,13 +154,10 @@ CASES = {
 
 
 def make(case, dtype, device="cpu"):
-    queries, keys, batch, heads, groups, width = CASES[case]
+    queries, keys, _, heads, *_ = CASES[case]
     generator = torch.Generator().manual_seed(queries * keys)
-    shapes = [(queries, batch, heads), (keys, batch, groups), (keys, batch, groups)]
-    return [
-        torch.randn(*shape, width, generator=generator).to(device, dtype).requires_grad_()
-        for shape in shapes
-    ], {"slopes": alibi_slopes(heads).to(device)}
+    qkv = random_qkv(CASES[case], generator, dtype, device)
+    return qkv, {"slopes": alibi_slopes(heads).to(device)}
 
 
 @pytest.mark.parametrize("case", CASES)
