@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 import pretrain
-from tests.end_to_end.commands import forked, sets, succeeded, succeeds
-
-ROOT = Path(__file__).parents[2]
+from tests.end_to_end.commands import ROOT, forked, sets, succeeded, succeeds
 
 
 def run(script: str, *words: object, cwd: Path = ROOT) -> str:

@@ -22,9 +22,8 @@ from pretrain.rundir.attempts import (
     read_progress,
 )
 from pretrain.rundir.checkpoints import newest_checkpoint_step
-from tests.end_to_end.commands import TIMEOUT_SECONDS
+from tests.end_to_end.commands import ROOT, TIMEOUT_SECONDS
 
-ROOT = Path(__file__).parents[2]
 LINUX = sys.platform.startswith("linux")
 IN_PROC = pytest.mark.skipif(not LINUX, reason="whether a process lives is read from /proc")
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 import subprocess
-from pathlib import Path
 
+from tests.changed import ROOT
 from tests.end_to_end.test_package import PROJECT_FILES, SOURCES
 
-ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "containers"
 DOCKERFILE = (FOLDER / "Dockerfile").read_text()
 DEFINITION = (FOLDER / "pretrain.def").read_text()

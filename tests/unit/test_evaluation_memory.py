@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from pretrain.config import load_config
 from pretrain.evaluation.perplexity import forward_bytes
 from pretrain.platform import _cgroup_memory
+from tests.changed import ROOT
 
-ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "configs/demo.toml"
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from pretrain.config import ConfigError, EvaluationRequest, load_config
 from pretrain.evaluation.windows import choose_protocols
+from tests.changed import ROOT
 from tests.conftest import tiny_config
 
-DEMO = Path(__file__).parents[2] / "configs/demo.toml"
+DEMO = ROOT / "configs/demo.toml"
 BOTH = ("nonoverlapping", "sliding")
 
 

@@ -26,9 +26,8 @@ from pretrain.launcher.site import parse_site
 from pretrain.rundir.checkpoints import checkpoints_awaiting_evaluation
 from pretrain.rundir.paths import RunPaths
 from tests.conftest import tiny_config
-from tests.end_to_end.commands import wait_for
+from tests.end_to_end.commands import ROOT, wait_for
 
-ROOT = Path(__file__).parents[2]
 SITE = parse_site({"name": "tests", "nodes": 4, "gpus_per_node": 8, "cpus_per_node": 16}, "tests")
 STEP = "step-00000100"
 

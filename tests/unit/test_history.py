@@ -44,9 +44,8 @@ from pretrain.rundir.history import (
 )
 from pretrain.rundir.metrics import WarnOnce
 from pretrain.rundir.paths import RunPaths
-from tests.end_to_end.commands import TIMEOUT_SECONDS, wait_for
+from tests.end_to_end.commands import ROOT, TIMEOUT_SECONDS, wait_for
 
-ROOT = Path(__file__).parents[2]
 TRUNK = (Branch("trunk", 0),)
 
 

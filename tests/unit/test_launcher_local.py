@@ -10,9 +10,8 @@ from pathlib import Path
 
 from pretrain.config import load_config
 from pretrain.launcher.ranks import run_locally
-from tests.end_to_end.commands import wait_for
+from tests.end_to_end.commands import ROOT, wait_for
 
-ROOT = Path(__file__).parents[2]
 RANK_VARIABLES = (
     "RANK",
     "LOCAL_RANK",

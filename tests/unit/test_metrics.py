@@ -30,9 +30,7 @@ from pretrain.training.metrics import (
 )
 from pretrain.training.start import StartPoint
 from pretrain.training.stragglers import Stragglers
-from tests.end_to_end.commands import wait_for
-
-ROOT = Path(__file__).parents[2]
+from tests.end_to_end.commands import ROOT, wait_for
 
 
 def make_config(*overrides: str) -> RunConfig:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from pretrain.config import ConfigError
 from pretrain.rundir.attempts import Attempt, Owner, read_attempts
 from pretrain.training.reporter import AttemptReporter
-from tests.end_to_end.commands import TIMEOUT_SECONDS
+from tests.end_to_end.commands import ROOT, TIMEOUT_SECONDS
 
-ROOT = Path(__file__).parents[2]
 HOLDER = """
 import pathlib, sys, time
 from pretrain.rundir.attempts import Owner

@@ -1,7 +1,6 @@
 """Check site files: what a site may contain, and which error message refuses what it may not."""
 
 import sys
-from pathlib import Path
 
 import pytest
 import tomli_w
@@ -9,8 +8,8 @@ import tomli_w
 from pretrain.config import ConfigError
 from pretrain.launcher.site import Site, load_site, parse_site
 from pretrain.launcher.slurm_job import seconds_of, share_of_memory
+from tests.changed import ROOT
 
-ROOT = Path(__file__).parents[2]
 CPU = {"name": "here", "nodes": 2, "tasks_per_node": 4, "cpus_per_node": 8}
 GPU = {
     "name": "there",

@@ -23,11 +23,10 @@ from pretrain.launcher.slurm import first_failure
 from pretrain.launcher.supervise import Signals, Supervisor, Watchdog, without_progress
 from pretrain.rundir.attempts import Attempt, AttemptRecord, Ended, Owner, read_attempts
 from pretrain.rundir.checkpoints import newest_checkpoint_step
-from tests.end_to_end.commands import TIMEOUT_SECONDS, wait_for
+from tests.end_to_end.commands import ROOT, TIMEOUT_SECONDS, wait_for
 from tests.rank_script import BEGIN
 from tests.unit.test_launcher_local import alive
 
-ROOT = Path(__file__).parents[2]
 LAST = 12
 """Steps of a run."""
 
