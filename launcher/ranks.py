@@ -446,7 +446,11 @@ def _saved_ids(run: Path) -> list[str]:
 
 def _saved_since(run: Path, before: Sequence[str], resume: str) -> bool:
     """Return True if the newest checkpoint is a new one, and was not downloaded by --resume URL."""
-    return any(i not in before and not resume.endswith(i) for i in _saved_ids(run)[-1:])
+    newest = next((s.lineage for s in reversed(saved_checkpoints(run)) if s.lineage), None)
+    if newest is None or newest.id in before:
+        return False
+    # The parent of what was downloaded is not here, or was here before.
+    return "://" not in resume or newest.parent in {*_saved_ids(run)} - {*before}
 
 
 class LocalRanks:

@@ -540,7 +540,7 @@ class Rounds:
         with contextlib.suppress(ConfigError):  # Several branches, of which none is named.
             newest = self._store.newest()
             left = [read_lineage(path) for path in abandoned_checkpoints(self._run)]
-            if newest is not None and newest.lineage not in left:
+            if newest is not None and newest.lineage not in (*left, lineage):
                 return lineage.is_ancestor_of(newest.lineage)
         return False
 

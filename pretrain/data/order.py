@@ -337,7 +337,8 @@ def blend_of(
 
     Returns:
         The blend. If samples or shares differ from `before`, it begins a new segment, in which
-        every corpus continues from its position.
+        every corpus continues from its position, or begins its next pass if its samples or their
+        order are other ones.
 
     Raises:
         ConfigError: The corpora are not the data set's, or cannot be read with these shares.

@@ -659,7 +659,7 @@ TOKENS_PER_BLOCK = 2**16
 
 
 class Texts:
-    """The text to score: the files of --text, each a document, or validation splits.
+    """The text to score: the documents in the files of --text, or validation splits.
 
     Args:
         folder: Folder for data sets made from a text, one for each tokenizer.
@@ -720,8 +720,11 @@ def _documents_of(patterns: Sequence[str]) -> Iterator[str]:
     corpus = Corpus("text", None, tuple(patterns), None)
     parts = (source_of(corpus, file.path).parts(corpus, file, sys.maxsize) for file in files)
     pieces = tuple(piece for of_file in parts for piece, _ in of_file)
-    for document in read(Task(0, corpus.name, pieces), corpus, skip=None):
+    number = 0
+    for number, document in enumerate(read(Task(0, corpus.name, pieces), corpus, skip=None), 1):
         yield document.text
+    if number == 0:
+        raise ConfigError(f"--text = {', '.join(patterns)}: no document is in these files")
 
 
 def _write_split(folder: Path, tokenizer: Tokenizer, texts: Iterable[str]) -> Manifest:

@@ -271,7 +271,7 @@ class ScoredText:
         ids = np.empty(tokens + 1, np.min_scalar_type(stream.vocab_size))
         # Put an end-of-document token first, so that the first token has a context too.
         ids[0] = stream.eos_id
-        done = 1
+        done, self._ends = 1, list[int]()
         for corpus in stream.corpora:
             first = stream.starts[corpus.name]
             share = tokens * (first + corpus.tokens) // self.total - tokens * first // self.total
@@ -279,6 +279,7 @@ class ScoredText:
                 count = min(READ_TOKENS, share - start)
                 ids[done : done + count] = stream.read(first + start, count)
                 done += count
+            self._ends.append(done - 1)
         self._stream, self._ids, self.tokens = stream, ids, tokens
         self.block_ends = block_ends(ids[1:], stream.eos_id)
         """Ends of the blocks from which `pretrain.evaluation.records` computes intervals."""
@@ -295,7 +296,7 @@ class ScoredText:
         # Other tokenizers may have changed the text: only what their tokens stand for is predicted.
         if tokenizer.file_name == MODEL and self.tokens == self.total:
             return self._stream.text_bytes
-        return text_bytes(tokenizer, self._ids[1:])
+        return sum(text_bytes(tokenizer, part) for part in self._parts())
 
     def inputs(self, start: int, size: int) -> NDArray[Any]:
         """Return inputs [start, start + size) and the target after the last, [size + 1]."""
@@ -309,9 +310,14 @@ class ScoredText:
             return None
         tokenizer = load_tokenizer(self._stream.tokenizer_path)
         digest = hashlib.sha256()
-        for ids in documents(tokenizer, self._ids[1:]):
-            digest.update(tokenizer.decode(ids.tolist()).encode())
+        for part in self._parts():
+            for ids in documents(tokenizer, part):
+                digest.update(tokenizer.decode(ids.tolist()).encode())
         return digest.hexdigest()
+
+    def _parts(self) -> list[NDArray[Any]]:
+        """Return the scored tokens of each corpus, of which the last may be cut."""
+        return [part for part in np.split(self._ids[1:], self._ends) if len(part)]
 
 
 def text_bytes(tokenizer: Tokenizer, ids: NDArray[np.generic]) -> int:

@@ -96,7 +96,7 @@ STOCK_SLOPES = (
 # larger. s cannot be larger still, because the residual stream and w must stay below fp16's maximum
 # of 65504. r is s times the model's embedding_scale.
 #
-# Tied output weights are a e as well, so convert() divides the weight and bias of the final
+# Tied output weights are a e as well, so converted() divides the weight and bias of the final
 # LayerNorm by a, which leaves the logits unchanged: (a e) . (LN(h) / a) = e . LN(h).
 #
 # a and s are powers of two, so all scalings are exact in fp32.

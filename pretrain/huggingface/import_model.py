@@ -187,7 +187,7 @@ def as_run(source: Path) -> Iterator[tuple[bool, Path]]:
         yield True, source
         return
     with tempfile.TemporaryDirectory(prefix="pretrain-import-") as folder:
-        import_folder(source, Path(folder) / "run", advice=False)
+        import_folder(source, Path(folder) / "run", ["train.precision=fp32"], advice=False)
         yield False, Path(folder) / "run"
 
 
@@ -352,6 +352,8 @@ def stock_config(
     method = ""
     if source.is_export:
         values = _exported_values(source) | {"parallel": {}}
+        # An export holds the fp32 weights. Some classes would lose accuracy in 16 bit.
+        values["train"]["precision"] = "fp32"
     else:
         sections, refusals = source.target.sections(source.settings)
         if refusals:

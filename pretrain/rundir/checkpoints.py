@@ -35,7 +35,7 @@ from pretrain.rundir.paths import RunPaths, attempt_numbers, check_version, disp
 
 # ---- Identify a checkpoint: its id, the checkpoint before it, and the branches it lies on ----
 # A run that resumes from its newest checkpoint stays on its branch. A run that goes back to an
-# earlier checkpoint, or begins with another run's, begins a branch. A checkpoint lists the branches
+# earlier checkpoint, or is given one by name, begins a branch. A checkpoint lists the branches
 # from the first step of training to itself, so that its ancestors are known even if some of them
 # have been deleted.
 

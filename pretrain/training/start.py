@@ -765,14 +765,15 @@ def fetch(config: RunConfig, resume: str) -> str:
     for stored in [wanted] if name else store.line_to(wanted):
         final = checkpoint_directory(config.directory, stored.step)
         there = read_lineage(final)
+        is_here = there is not None and there.id == stored.lineage.id
         try:
-            if there is None or there.id != stored.lineage.id:
+            if not is_here:
                 _fetch_one(config, store, stored, final)
         except DamagedCheckpoint as error:
             say(f"warning: {error}. The checkpoint before it is tried")
             continue
         is_of_run = store.url == (config.checkpoint.upload_to or "").rstrip("/")
-        if is_of_run and (resume == "auto" or not own):
+        if is_of_run and not is_here and (resume == "auto" or not own):
             store.download_records(stored, config.directory)
         return resume if resume == "auto" else str(final)
     raise ConfigError(

@@ -86,3 +86,6 @@ def test_the_run_alone(home, tmp_path):
     texts.append("Call me Ishmael.")
     assert record["tokens"] == sum(len(tokenizer.encode(text)) + 1 for text in texts)
     explained(pretrain("evaluate", "copy", "--text", "c.txt", cwd=tmp_path), 2, "--text = 'c.txt'")
+    (tmp_path / "d.jsonl").write_text("")
+    done = pretrain("evaluate", "copy", "--text", "d.jsonl", cwd=tmp_path)
+    explained(done, 2, "--text = d.jsonl: no document is in these files")

@@ -335,3 +335,13 @@ def test_only_the_file_of_a_source_knows_its_name():
         if names.search(line)
     ]
     assert found == []
+
+
+def test_corpora_without_a_format_have_that_of_data_source():
+    tables = {"a": CorpusSection(paths=("a",)), "b": CorpusSection(paths=("b",), source="jsonl")}
+    for source, formats in {
+        "blank_lines": ["blank_lines", "jsonl"],
+        "shakespeare": [None, "jsonl"],
+    }.items():
+        found = sources.corpora(section(source, corpora=tables))
+        assert [corpus.source for corpus in found] == formats

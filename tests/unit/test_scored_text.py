@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pretrain.data.shards import ShardWriter, finish_split
 from pretrain.data.stream import TokenStream
 from pretrain.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from pretrain.evaluation.windows import ScoredText, text_bytes
@@ -109,3 +110,26 @@ def test_inputs_begin_after_an_end_of_document(tmp_path, vocab_size, itemsize, m
     assert text.inputs(7, 3).tolist() == whole[7:11].tolist()
     assert text.inputs(0, 800).itemsize == itemsize
     assert text.block_ends[-1] == 800
+
+
+def test_a_character_that_a_share_cuts_changes_no_other_corpus(tmp_path):
+    """A decoder replaces every byte of a run of byte tokens in which one character is cut."""
+    tokenizer = load_tokenizer(hugging_face("llama2", tmp_path))
+    texts = ("東西南北" * 40, "北" * 60)
+    parts = [np.array([*tokenizer.encode(text), tokenizer.eos_id]) for text in texts]
+    directory, done = tmp_path / "validation", []
+    directory.mkdir()
+    sizes = {"vocab_size": tokenizer.vocab_size, "tokens_per_block": 50, "tokens_per_shard": 20_000}
+    for number, ids in enumerate(parts):
+        writer = ShardWriter(
+            directory, split="validation", corpus=f"c{number}", task=number, **sizes
+        )
+        writer.add(ids, text_bytes=1)
+        done.append(writer.close())
+    named = {"tokenizer": "tokenizer.json", "tokenizer_sha256": tokenizer.fingerprint}
+    finish_split(directory, done, split="validation", eos_id=tokenizer.eos_id, **named, **sizes)
+    stream = TokenStream(directory)
+    for tokens in range(200, 206):
+        share = tokens * len(parts[0]) // len(stream)
+        cut = parts[0][:share], parts[1][: tokens - share]
+        assert ScoredText(stream, tokens).bytes == sum(text_bytes(tokenizer, x) for x in cut)

@@ -277,6 +277,10 @@ def test_what_a_run_has_on_its_disk_is_used_unless_the_store_is_ahead(tmp_path):
     (run / "metrics.jsonl").write_text("".join(metrics[:2]))
     assert fetch(config, "auto") == "auto"
     assert (run / "metrics.jsonl").read_text() == "".join(metrics)
+    # Nothing more is downloaded, and the run may have gone on writing.
+    (run / "metrics.jsonl").write_text("later")
+    assert fetch(config, "auto") == "auto"
+    assert (run / "metrics.jsonl").read_text() == "later"
     assert [p.name for p in complete_checkpoints(run)] == ["step-00000002", "step-00000004"]
     with pytest.raises(ConfigError, match="holds a run already"):
         fetch(config, "none")
@@ -316,6 +320,7 @@ def test_verify_and_upload_by_url(tmp_path):
         return CliRunner().invoke(app, ["checkpoint", *words])
 
     assert "every checkpoint is uploaded" in call("upload", str(run)).stdout
+    assert (tmp_path / "store/newest.json").exists()
     # Another node has gone on since.
     second = save(run, 4, after(first))
     upload_all(run, url)

@@ -391,7 +391,11 @@ def corpora(data: DataSection) -> list[Corpus]:
                 f"{_key(data, name, 'source')} = {each.source!r}: no such source. Choose one of "
                 f"{', '.join(SOURCES)}, or leave it out where the ends of the files' names tell"
             )
-    return [Corpus(name, each.source, each.paths, each.text_field) for name, each in named.items()]
+    shared = None if alone and alone.has_own_text and data.corpora else data.source
+    return [
+        Corpus(name, each.source or shared, each.paths, each.text_field)
+        for name, each in named.items()
+    ]
 
 
 def plan(data: DataSection) -> dict[Split, list[Task]]:
