@@ -263,5 +263,5 @@ def _overrides(settings: Mapping[str, Any] | Sequence[str]) -> list[str]:
     form = json.JSONEncoder(ensure_ascii=False, default=lambda x: getattr(x, "tolist", x.__str__)())
     return [
         f"{key}={value if isinstance(value, str) else form.encode(value)}"
-        for key, value in settings.items()
+        for key, value in ((key, "" if value is None else value) for key, value in settings.items())
     ]

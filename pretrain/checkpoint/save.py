@@ -210,11 +210,7 @@ class Saver:
             partial=str(partial),
             final=str(final),
             attempt=str(self._attempt) if self._attempt else None,
-            keep=(
-                self._config.checkpoint.keep,
-                self._config.checkpoint.keep_every,
-                self._config.checkpoint.keep_best,
-            ),
+            keep=self._config.checkpoint.model_dump(include={"keep", "keep_every", "keep_best"}),
             world_size=self._topology.layout.world_size,
             lineage=lineage_content(identifier, step, origin),
             state=state_content(trainer_state, state.adam_steps, state.loss_scaler_state, origin),

@@ -331,12 +331,11 @@ class Store:
         """
         paths = RunPaths(run)
         lines = self._read(f"{stored.name}/{paths.metrics.name}")
-        if lines is None:
-            return
-        is_new = not paths.metrics.exists()
-        replace_file(paths.metrics, lines, durable=True)
-        if is_new:
-            restore_version(run, self._read(f"{stored.name}/{paths.version.name}") or b"")
+        if lines is not None:
+            is_new = not paths.metrics.exists()
+            replace_file(paths.metrics, lines, durable=True)
+            if is_new:
+                restore_version(run, self._read(f"{stored.name}/{paths.version.name}") or b"")
 
     # ---- objects ----
     def _send_file(self, name: str, checkpoint: Path, record: FileRecord) -> None:

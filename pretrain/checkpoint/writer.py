@@ -24,7 +24,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +79,8 @@ class Publication:
     """Name of the tokenizer's file in the hidden directory; None without a tokenizer."""
     attempt: str | None = None
     """RUN/attempts/#### that must still hold the run; None for a save without an attempt."""
-    keep: tuple[int | None, int | None, int] = (None, None, 0)
-    """checkpoint.keep, keep_every and keep_best."""
+    keep: dict[str, Any] = field(default_factory=dict)
+    """The fields of the `Policy`, which are keys of [checkpoint]."""
     world_size: int = 1
 
 
@@ -124,7 +124,7 @@ def publish(publication: Publication, patience: Patience | None = None) -> list[
         partial, final, Path(publication.attempt) if publication.attempt is not None else None
     )
     warnings: list[str] = []
-    policy = Policy(*publication.keep)
+    policy = Policy(**publication.keep)
     try:
         remove_old(final.parents[1], final, policy, lambda _, message: warnings.append(message))
     except OSError as error:

@@ -647,7 +647,7 @@ def study(
     from pretrain.study.command import Request, print_plan, run_study
 
     if dry_run:
-        print_plan(file, nproc, only)
+        print_plan(file, nproc, only, again)
         return
     raise typer.Exit(run_study(file, Request(nproc or 1, site, report_only, only, again)))
 

@@ -386,9 +386,16 @@ def _check_phases(config: RunConfig) -> None:
                         for key in fixed
                     )
                 )
-    for each in config.parts if config.phases else ():
+    parts = config.parts if config.phases else ()
+    for each in parts:
         with in_phase(each.number):
             rules.check(each.config)
+    tables = [e.config for e in parts if hasattr(e.config.position, "max_position_embeddings")]
+    if len({c.position.table_end(c) for c in tables}) > 1:
+        raise ConfigError(
+            "position.max_position_embeddings: follows data.sequence_length, and must be the same "
+            "in all phases of a run. Set it in [position]"
+        )
 
 
 def _may_change(key: str, config: RunConfig) -> bool:
@@ -443,6 +450,8 @@ def explain(error: Any, keys: Collection[str] | None = None, *, hides_value: boo
         return f"{key}: no such key{suggestion(*location) if keys is None else known}"
     if error["type"] == "missing":
         return f"{key}: missing, and it has no default. Set it"
+    if error["type"] == "tuple_type":
+        text = 'should be a valid list, as in ["..."]'
     got = error["input"]
     kind = f" (got {type(got).__name__})" if "valid" in text or hides_value else ""
     shown = key if hides_value else f"{key} = {got!r}"

@@ -434,7 +434,8 @@ EOS_NAMES = (
     "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )  # fmt: skip
-"""Names for the token that ends a document. The first one in a file is used."""
+"""Names for the token that ends a document. The first one among a file's special tokens is used; if
+there is none, the first one in the file. A vocabulary may have others of them as plain tokens."""
 PAD_NAMES = (
     "<pad>", "<|padding|>", "<|pad|>", "<|finetune_right_pad_id|>", "[PAD]",
 )  # fmt: skip
@@ -470,7 +471,9 @@ class JsonTokenizer(Tokenizer):
         settings |= {"truncation": None, "padding": None, "post_processor": None}
         vocabulary = _load(path, settings).get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        eos = next((name for name in EOS_NAMES if name in vocabulary), "")
+        special = {each.get("content") for each in settings["added_tokens"] if each.get("special")}
+        names = sorted(EOS_NAMES, key=lambda name: name not in special)
+        eos = next((name for name in names if name in vocabulary), "")
         if not eos:
             raise ConfigError(
                 f"{path}: has no token that marks the end of a document, such as "

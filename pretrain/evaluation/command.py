@@ -720,10 +720,11 @@ def _documents_of(patterns: Sequence[str]) -> Iterator[str]:
     corpus = Corpus("text", None, tuple(patterns), None)
     parts = (source_of(corpus, file.path).parts(corpus, file, sys.maxsize) for file in files)
     pieces = tuple(piece for of_file in parts for piece, _ in of_file)
-    number = 0
-    for number, document in enumerate(read(Task(0, corpus.name, pieces), corpus, skip=None), 1):
+    is_empty = True
+    for document in read(Task(0, corpus.name, pieces), corpus, skip=None):
+        is_empty = False
         yield document.text
-    if number == 0:
+    if is_empty:
         raise ConfigError(f"--text = {', '.join(patterns)}: no document is in these files")
 
 

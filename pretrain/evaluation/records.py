@@ -375,6 +375,7 @@ class Source(NamedTuple):
     settings: str
     tokenizer: str
     validation: str
+    tokens: int
     precision: str
     step: int
     run: str

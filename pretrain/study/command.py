@@ -218,7 +218,8 @@ def run_study(path: Path, request: Request) -> int:
         ConfigError: The study cannot work; no run was started.
         RunFailed: The data could not be built, or runs could not be submitted or evaluated.
     """
-    study = _open(path, None if request.site else request.nproc, request.only, request.again)
+    nproc = None if request.site or request.report_only else request.nproc
+    study = _open(path, nproc, request.only, request.again)
     work = Work(study, request)
     with writing(study.directory), _alone(study):
         try:
@@ -230,28 +231,30 @@ def run_study(path: Path, request: Request) -> int:
             return ExitCode.STOPPED
 
 
-def print_plan(path: Path, nproc: int | None, only: str) -> None:
+def print_plan(path: Path, nproc: int | None, only: str, again: bool) -> None:
     """Print every run, in the order in which they would train, and what is left to do.
 
     Args:
         path: The study file.
         nproc: Processes of each run; None to skip the check of the layout.
         only: Pattern of the names of runs to print.
+        again: Train these runs even if they are finished.
 
     Raises:
         ConfigError: The study cannot work, or no run matches.
     """
-    study = _open(path, nproc, only)
+    study = _open(path, nproc, only, again)
     states = _matching(states_of(study), only)
     for run, state in states:
-        config, last = run.config, run.config.train.num_steps
-        start = f"from step {state.step}" if state.step else "from scratch"
-        to_do = "finished" if state.state == FINISHED else f"{start}, to step {last}"
+        last = run.config.train.num_steps
+        start = f"from step {state.step}" if state.step and not again else "from scratch"
+        to_do = "finished" if state.state == FINISHED and not again else f"{start}, to step {last}"
         why = f" ({state.state}: {state.reason})" if state.state == FAILED else ""
         print(
-            f"{run.name}: {config.tokens_per_step:,} tokens a step, seed {run.seed}, {to_do}{why}"
+            f"{run.name}: {run.trained.tokens_per_step:,} tokens a step, seed {run.seed}, "
+            f"{to_do}{why}"
         )
-    left = [run for run, state in states if state.state != FINISHED]
+    left = [run for run, state in states if again or state.state != FINISHED]
     for run in data_sets(left):
         print(f"{run.config.data.directory}: not built yet; it would be built first")
     lengths = ", ".join(f"{length:,}" for length in study.lengths)
@@ -433,7 +436,7 @@ def _measure(work: Work) -> bool:
 
     say(f"measuring speed and memory of {len(runs)} methods and lengths, {rounds} rounds")
     try:
-        result = measure([run.config for run in runs], rounds, work.request.nproc)
+        result = measure([run.trained for run in runs], rounds, work.request.nproc)
     except RunFailed as error:
         say(f"efficiency: not measured: {error}")
         return False
@@ -443,7 +446,7 @@ def _measure(work: Work) -> bool:
 
 def measured_as(runs: Sequence[StudyRun]) -> str:
     """Return a hash of all that the speed and memory of runs depend on besides the machine."""
-    configs = [run.config for run in runs]
+    configs = [run.trained for run in runs]
     parts = [settings_hash(c, None) + c.model_dump_json(include=COSTS) for c in configs]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 

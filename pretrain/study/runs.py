@@ -24,7 +24,7 @@ from pretrain.checkpoint.format import DamagedCheckpoint
 from pretrain.checkpoint.manifest import Change, data_hashes, open_checkpoint
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, dump_config, load_config
 from pretrain.config.load import expand_path, explain, read_values
-from pretrain.config.run import LENGTH_FACTORS
+from pretrain.config.run import LENGTH_FACTORS, changed_keys
 from pretrain.config.schema import Effect, Section
 from pretrain.config.trajectory import data_differences, differences, scheduled_changes
 from pretrain.data.stream import open_stream
@@ -421,6 +421,7 @@ def other_differences(study: Study) -> list[str]:
                 continue
             lines += _values(part, key, operator.attrgetter(key))
         lines += _values(part, "tokens a step", lambda config: config.tokens_per_step)
+        lines += _values(part, "phases", lambda config: [*map(changed_keys, config.phases)])
     return lines
 
 
@@ -458,6 +459,11 @@ def _of_fields(
     """Yield the config file of a study of methods and lengths, with the settings of each run."""
     source = path.parent / str(asked.config)
     base = load_config(source, settings)
+    if base.phases:
+        raise ConfigError(
+            f"{path}: training_lengths: {source} has [[phases]], which say the lengths. List the "
+            "configs of the runs in place of config: configs = [...]"
+        )
     tokens = asked.tokens_per_step or base.tokens_per_step
     micro_tokens = base.batch.micro_batch_size * base.data.sequence_length
     for length in asked.training_lengths:

@@ -66,7 +66,7 @@ def write(
     config: RunConfig | None = None,
     tokenizer: Tokenizer | None = None,
     attempt: Path | None = None,
-    keep: tuple[int | None, int | None, int] = (None, None, 0),
+    keep: dict[str, Any] | None = None,
     identifier: str | None = None,
 ) -> list[str]:
     """Write RUN/checkpoints/step-########, each tensor cut into flat ranges, one for each rank.
@@ -90,7 +90,7 @@ def write(
             partial=str(partial),
             final=str(checkpoint_directory(run, step)),
             attempt=str(attempt) if attempt else None,
-            keep=keep,
+            keep=keep or {},
             world_size=world_size,
             lineage=lineage_content(identifier or new_id(), step, origin),
             state=state_content(TrainerState(step, 8 * step), step, None, origin),

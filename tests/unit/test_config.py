@@ -214,6 +214,13 @@ def test_a_phase_that_cannot_work_is_refused_by_its_number(path, tables, says):
     assert says in message(path) and str(path) in message(path)
 
 
+def test_a_table_of_positions_has_one_size_in_all_phases(path):
+    path.write_text(phases("steps = 2", "data.sequence_length = 32"))
+    key = "position.max_position_embeddings"
+    assert f"{key}: follows data.sequence_length" in message(path, "position.method=learned")
+    assert load_config(path, ["position.method=learned", f"{key}=64"]).parts
+
+
 def test_a_phase_inherits_what_those_before_it_change(path):
     """Steps of tokens under a ramp-up, by hand; the layout of each phase is checked."""
     ramp = "batch.rampup_batch_size=[8,4,24]"  # 8 samples until 12 are consumed, then 12 until 24

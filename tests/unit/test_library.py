@@ -61,6 +61,8 @@ def test_settings_are_values_or_words():
         "train.num_steps": np.int32(700),
         "evaluation.lengths": lengths,
         "model.hidden_dropout": 0.1,
+        "data.source": None,
     }
     words = ["train.num_steps=700", "evaluation.lengths=[128, 256]", "model.hidden_dropout=0.1"]
+    words.append("data.source=")
     assert pretrain.load_config(path, given) == pretrain.load_config(path, words)

@@ -29,7 +29,7 @@ __all__ = ["path"]
 VALUES: list[tuple[str, tuple[str, ...]]] = [
     ("train.num_steps=50k", ("'50k'", "valid integer")),
     ("position.method=alibbi", ("'alibbi'", "'alibi'")),
-    ("evaluation.lengths=64,256", ("str", "tuple")),
+    ("evaluation.lengths=64,256", ("str", "list")),
     ('evaluation.lengths=[64, "256"]', ("evaluation.lengths[1] = '256'",)),
     ("optimizer.learning_rate=inf", ("inf", "finite")),
     ("train.num_steps=", ("missing", "default")),

@@ -49,7 +49,7 @@ def save(run: Path, number: int, step: int, ranks: int = WORLD_SIZE) -> list[str
         ranks,
         CONFIG,
         attempt=run / f"attempts/{number:04d}",
-        keep=(1, None, 0),
+        keep={"keep": 1},
         identifier=f"{step:016x}",
     )
 

@@ -119,7 +119,7 @@ def test_a_character_that_a_share_cuts_changes_no_other_corpus(tmp_path):
     parts = [np.array([*tokenizer.encode(text), tokenizer.eos_id]) for text in texts]
     directory, done = tmp_path / "validation", []
     directory.mkdir()
-    sizes = {"vocab_size": tokenizer.vocab_size, "tokens_per_block": 50, "tokens_per_shard": 20_000}
+    sizes = {"vocab_size": tokenizer.vocab_size, "tokens_per_block": 50, "tokens_per_shard": 999}
     for number, ids in enumerate(parts):
         writer = ShardWriter(
             directory, split="validation", corpus=f"c{number}", task=number, **sizes

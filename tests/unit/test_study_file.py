@@ -63,6 +63,14 @@ def overlays(folder: Path, *names: str) -> None:
         (folder / f"{name}.toml").write_text(text)
 
 
+def test_a_config_in_phases_says_its_lengths_itself(tmp_path: Path) -> None:
+    staged = DEMO.with_name("demo_staged.toml")
+    with pytest.raises(ConfigError, match=r"has \[\[phases\]\], which say the lengths"):
+        study(tmp_path, FIELDS | {"config": f'"{staged}"'})
+    found = study(tmp_path, CONFIGS | {"configs": f'["{staged}", "{DEMO}"]'})
+    assert any(line.startswith("phases: ") for line in other_differences(found))
+
+
 def test_methods_lengths_and_seeds_are_a_run_each_with_equal_tokens_a_step(tmp_path: Path) -> None:
     found = study(tmp_path, FIELDS | {"seeds": "[1, 2]"}, "[further_seeds]\nalibi-64 = [3, 1]")
     names = [f"{m}-{n}-s{s}" for s in (1, 2) for n in (64, 256) for m in ("alibi", "t5")]

@@ -142,6 +142,15 @@ def test_an_end_of_document_that_is_not_marked_as_special(saved, tmp_path):
         assert tokenizer.decode([*tokenizer.encode("a<|endoftext|>b"), 0]) == "a<|endoftext|>b"
 
 
+def test_a_special_token_ends_documents_before_a_plain_one_of_another_name(saved, tmp_path):
+    """As in a vocabulary that was taken over from a model with another end of document."""
+    settings = json.loads(saved["gpt2"].read_text())
+    settings["model"]["vocab"]["</s>"] = 700
+    settings["added_tokens"] = [dict(settings["added_tokens"][0], id=700, content="</s>")]
+    (tmp_path / "t.json").write_text(json.dumps(settings))
+    assert load_tokenizer(tmp_path / "t.json").eos_id == 700
+
+
 def test_the_vocabulary_reaches_to_the_highest_id(saved, tmp_path):
     """Ids may have holes, and an embedding has a row for each id below the highest."""
     settings = json.loads(saved["gpt2"].read_text())
