@@ -527,6 +527,5 @@ def _submit_again(run: Path, record: JobRecord) -> None:
     job_id = number if index is None else f"{number}_{index}"
     append_job(run, dataclasses.replace(record, job_id=job_id, submitted_at=time.time()))
     if index is not None:
-        output = next((a for a in arguments if a.startswith("--output=")), "")
-        link_log(run, job_id, Path(output.partition("=")[2].replace("%%", "%")).parent)
+        link_log(run, job_id, slurm_job.log_folder(arguments))
     print(f"{run}: had no job any more; submitted again as job {job_id}{_newest(run)}")

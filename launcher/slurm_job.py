@@ -582,6 +582,12 @@ def of_one_task(options: Sequence[str], index: int, name: str) -> list[str]:
     ]
 
 
+def log_folder(options: Sequence[str]) -> Path:
+    """Return the folder of the logs of a job with these options of sbatch."""
+    output = next(word for word in options if word.startswith("--output="))
+    return Path(output.partition("=")[2].replace("%%", "%")).parent
+
+
 def nodes_of_ranks(step: Sequence[str], nodes: Sequence[str]) -> list[str]:
     """Return the node of each rank of a step that fills one node after another.
 

@@ -117,7 +117,9 @@ def test_its_keys_are_its_own_and_its_costs_are_planned(tmp_path):
         ConfigError, match='"lion" has the keys lion_beta1, lion_beta2 and not this one'
     ):
         tiny_config(optimizer={**LION, "adam_beta1": 0.5})
-    assert {"optimizer.name", "optimizer.lion_beta1"} <= {d.key for d in differences(lion, adamw)}
+    # Its keys come with its name, which is reported.
+    changed = {d.key for d in differences(lion, adamw)}
+    assert "optimizer.name" in changed and not any("lion" in key for key in changed)
     target = read_target(8, "h200")
     found = {}
     for name in ("lion", "nag", "adamw"):
