@@ -47,6 +47,7 @@ from pretrain.plan.timing import (
     Timing,
     time_of_step,
 )
+from pretrain.positions.base import by_layer
 
 # ---- List the layouts in which a number of GPUs can share a run ----
 # The rules of `pretrain.config` decide which of them are legal.
@@ -192,7 +193,8 @@ def check_target(config: RunConfig, target: Target) -> None:
         ConfigError: The run is refused; the message names the key and the remedy.
     """
     gpu, is_modern, precision = target.device.name, target.device.is_modern, config.train.precision
-    wanted, taken = config.model.attention_backend, attention_backend(config, is_modern)
+    wanted, of_layers = config.model.attention_backend, by_layer(config)
+    taken = {attention_backend(each, is_modern) for each in of_layers}
     if target.gpus > GPUS_PER_NODE and target.gpus % GPUS_PER_NODE:
         raise ConfigError(f"--gpus {target.gpus}: choose a multiple of a node's {GPUS_PER_NODE}")
     if config.is_masked:
@@ -208,10 +210,10 @@ def check_target(config: RunConfig, target: Target) -> None:
         )
     if config.train.fp8 and "H100" not in gpu and "H200" not in gpu:
         raise ConfigError(f"train.fp8 = true: {gpu} has no 8-bit products. Leave it out")
-    masks = config.data.per_document_attention and taken == "sdpa"
-    is_biased = config.position.bias not in ("none", "scores")
+    masks = config.data.per_document_attention and "sdpa" in taken
+    is_biased = any(each.position.bias not in ("none", "scores") for each in of_layers)
     is_wide = is_modern and config.head_dim > WIDEST_HEAD and is_biased
-    if wanted not in ("auto", taken) or masks or is_wide:
+    if (wanted != "auto" and taken != {wanted}) or masks or is_wide:
         raise ConfigError(
             f"model.attention_backend = {wanted}: `pretrain plan` does not know memory and time of "
             f"this attention on {gpu}. Plan with model.attention_backend=auto, heads of a width "
