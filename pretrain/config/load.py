@@ -417,6 +417,8 @@ _WHOLE = {
     *("run", "parallel", "cleaning", "checkpoint", "logging", "recovery", "export"),
     # A ramp-up and a profile count from the run's beginning.
     *("train.num_steps", "train.profile_steps", "batch.rampup_batch_size"),
+    # The initial weights are drawn before the first step.
+    *("model.init_method_std", "model.embedding_init_method_std"),
 }
 """Sections and keys that all phases have in common."""
 
