@@ -48,15 +48,10 @@ class Processes:
     def __init__(self) -> None:
         self.launches: list[list[str]] = []
         """The commands that were started, in order."""
-        self.heard: int | None = None
-        """The last signal that asked to end; None while none has."""
+        self.stopped = False
+        """True once a signal has asked to end."""
         self._running: list[subprocess.Popen[bytes]] = []
         self._busy = False
-
-    @property
-    def stopped(self) -> bool:
-        """Return True once a signal has asked to end."""
-        return self.heard is not None
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -131,7 +126,7 @@ class Processes:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         # The command is on its way out already after the first one, and may be writing something.
-        is_first, self.heard = not self.stopped, number
+        is_first, self.stopped = not self.stopped, True
         if is_first and not self._busy:
             raise Stopped
         for process in self._running:

@@ -19,7 +19,6 @@ from pretrain.config.errors import ConfigError
 from pretrain.config.load import effect_of, section_fields, section_keys, suggestion
 from pretrain.config.run import RunConfig
 from pretrain.config.schema import Effect, Section
-from pretrain.positions.base import all_keys
 
 FIXED, TRAJECTORY, FREE = Effect.FIXED, Effect.TRAJECTORY, Effect.FREE
 BY_NAME = {
@@ -271,7 +270,7 @@ def _value(config: RunConfig, section: str, name: str) -> Any:
     if section == "position":
         # Of two methods, the name alone differs where the keys of each say their defaults.
         written = dict(config.position) | config.position.resolved(config)
-        return _as_json(written.get(name, all_keys()[name].default))
+        return _as_json(written.get(name, section_fields(section)[name].default))
     if key == "data.corpora":
         return {
             corpus: {"epochs": section.epochs or 1.0}

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.enums import ModelType
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
@@ -541,10 +540,11 @@ class StockChunk(nn.Module):
 
     Args:
         model: Called as model(input_ids=[B, S]).logits, [B, S, vocabulary].
-        config: A config for Megatron's schedule, which does not describe the model.
+        config: A config for `run_schedule`, which does not describe the model.
     """
 
-    post_process, model_type = True, ModelType.encoder_or_decoder
+    post_process = True
+    """`run_schedule` calls it without Megatron's schedule: it is whole on each process."""
 
     def __init__(self, model: Any, config: RunConfig) -> None:
         super().__init__()
@@ -552,9 +552,6 @@ class StockChunk(nn.Module):
         self.output_layer = _Logits()
         # Take over the model's mode, which the end of an evaluation restores.
         self.train(model.training)
-
-    def set_input_tensor(self, _: Any) -> None:
-        """Do nothing: there is no pipeline stage before this one."""
 
     def forward(self, inputs: Tensor, _positions: Any, _starts: Any, labels: Tensor) -> Tensor:
         """Return the losses in nats of the labels [B, n] of the last n positions."""

@@ -301,7 +301,9 @@ def check_same_ids(tokenizer: Tokenizer, directory: Path, settings: Any = None) 
     names = [str(token) for token in theirs.added_tokens_decoder.values() if token.special]
     plain = [text for text in PROBES if not any(name in text for name in names)]
     wanted += [(text, False, tokenizer.encode(text).tolist()) for text in plain]
-    wanted += [(str(theirs.convert_ids_to_tokens(i)), False, [i]) for i in _declared(tokenizer)]
+    eos = tokenizer.eos_id
+    declared = {*special_ids(tokenizer).values(), tokenizer.special.get("unk", eos)}
+    wanted += [(str(theirs.convert_ids_to_tokens(i)), False, [i]) for i in declared]
     for text, split, ids in wanted:
         got = theirs(text, split_special_tokens=split)["input_ids"]
         if got != ids:
@@ -316,12 +318,6 @@ def check_same_ids(tokenizer: Tokenizer, directory: Path, settings: Any = None) 
             f"{tokenizer.path}: the exported tokenizer has {found}, the run's is "
             f"{special_ids(tokenizer)}"
         )
-
-
-def _declared(tokenizer: Tokenizer) -> set[int]:
-    """Return the ids of the special tokens that the exported tokenizer declares."""
-    unknown = tokenizer.special.get("unk")
-    return set(special_ids(tokenizer).values()) | ({unknown} if unknown is not None else set())
 
 
 # ---- The model card ------------------------------------------------------------------------------

@@ -170,9 +170,6 @@ class _Handle(Work):
             self.record.hidden_behind = self.counter.cover - self.issued_at
         return True
 
-    def is_completed(self) -> bool:
-        return True
-
 
 @contextlib.contextmanager
 def _as_on_cuda(counter: Counter) -> Iterator[None]:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, SerializeAsAny
-from pydantic.fields import FieldInfo
 
 from pretrain.config.errors import Refusal
 from pretrain.config.schema import ChosenSection, Effect
@@ -279,11 +278,6 @@ def by_layer(config: RunConfig) -> list[RunConfig]:
     if all(method is config.position for method in found):
         return [config]
     return [config.model_copy(update={"position": method}) for method in found]
-
-
-def all_keys() -> dict[str, FieldInfo]:
-    """Return every key of [position], whichever methods have it, with its field."""
-    return {key: field for each in METHODS.values() for key, field in each.model_fields.items()}
 
 
 Position = Annotated[SerializeAsAny[PositionMethod], BeforeValidator(PositionMethod.chosen)]

@@ -56,9 +56,6 @@ class Shaw(PositionMethod):
     def score_blocks(self, config: RunConfig) -> float:
         return 0.5
 
-    def reach(self, config: RunConfig) -> int:
-        return min(config.data.sequence_length, self.max_relative_position)
-
 
 def _scores(
     scores: Tensor,

@@ -32,28 +32,14 @@ QUANTITIES = {"train_kwps": "training", "eval_kwps": "evaluation", "gb": "memory
 
 
 class Published(NamedTuple):
-    """A published number."""
+    """A published number, or the ratio of two."""
 
     value: float
     key: str
-    """The key in published.toml: "wikitext103.alibi_nonoverlapping.512.1024"."""
+    """The key in published.toml: "wikitext103.alibi_nonoverlapping.512.1024"; of a ratio both,
+    with " / " between them."""
     stride: int = 0
     """For a perplexity, the number of tokens from one window to the next."""
-
-
-class Ratio(NamedTuple):
-    """The ratio of two published numbers."""
-
-    above: Published
-    below: Published
-
-    @property
-    def value(self) -> float:
-        return self.above.value / self.below.value
-
-    @property
-    def key(self) -> str:
-        return f"{self.above.key} / {self.below.key}"
 
 
 class Perplexity(NamedTuple):
@@ -232,17 +218,18 @@ def cost_table(evidence: Evidence, device: str) -> Table:
     return Table(title, [*header, "where in published.toml"], cells, names=3)
 
 
-def _nearest(method: str, train_length: int, quantity: str) -> Ratio | None:
+def _nearest(method: str, train_length: int, quantity: str) -> Published | None:
     """Return the published ratio of a method to sinusoidal positions at the nearest L."""
     numbers = efficiency()
     lengths = {length for of, length, _ in numbers if of == method}
     if not lengths:
         return None
     nearest = min(sorted(lengths), key=lambda n: abs(math.log(n / train_length)))
-    return Ratio(numbers[method, nearest, quantity], numbers["sinusoidal", nearest, quantity])
+    above, below = (numbers[name, nearest, quantity] for name in (method, "sinusoidal"))
+    return Published(above.value / below.value, f"{above.key} / {below.key}")
 
 
-def _beside(value: float, theirs: Published | Ratio | None, digits: int) -> list[str]:
+def _beside(value: float, theirs: Published | None, digits: int) -> list[str]:
     """Return a published number and the relative difference from it, as in "+1.5 %"."""
     if theirs is None:
         return ["-", "-"]

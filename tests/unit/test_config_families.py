@@ -17,8 +17,7 @@ from pretrain.config import (
     num_parameters,
     parse_config,
 )
-from pretrain.config.load import shipped
-from pretrain.positions.base import all_keys
+from pretrain.config.load import section_fields, shipped
 from pretrain.study.runs import load_study_file, resolve
 
 ROOT = Path(__file__).parents[2]
@@ -144,7 +143,8 @@ def leaves(table: dict[str, object], prefix: str = "") -> Iterator[tuple[str, ob
 @functools.cache
 def values(run: str) -> dict[str, object]:
     """Every value of a resolved run by its dotted key; of other position methods the defaults."""
-    others = {f"position.{key}": field.default for key, field in all_keys().items()}
+    fields = section_fields("position").items()
+    others = {f"position.{key}": field.default for key, field in fields}
     return others | dict(leaves(tomllib.loads(dump_config(config_of(run)))))
 
 
