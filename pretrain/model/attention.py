@@ -33,7 +33,7 @@ from pretrain.kernels.dispatch import attention
 from pretrain.kernels.reference import attention_reference
 from pretrain.model.cache import KeyCache
 from pretrain.model.loss import product
-from pretrain.positions.base import LEARNED_TABLE, OWN, Rope, layers
+from pretrain.positions.base import OWN, layers
 from pretrain.topology import context_group, own_part
 
 
@@ -82,23 +82,8 @@ class Positions(nn.Module):
                 f"{type(method).__name__} has `rope` and adds to the embeddings, and Megatron's "
                 "GPTModel does only one of the two. Rotate in `queries_and_keys` instead"
             )
-        # Makes GPTModel create a position table, which `embedding_table` may replace.
+        # Makes GPTModel create a position table, which `AddedPositions` may replace.
         return "learned_absolute"
-
-    @property
-    def rope(self) -> Rope:
-        """GPTModel's rotary_base and rotary_percent, which it requires even without rotation."""
-        return self.method.rope() or Rope(10_000.0, 1.0)
-
-    def embedding_table(self) -> nn.Module | None:
-        """Return the module that replaces Megatron's learned position table.
-
-        It maps position ids [B, S] to what is added to the embeddings, [B, S, hidden]. None keeps
-        what Megatron has built.
-        """
-        has_own = self.megatron_type == "learned_absolute"
-        has_own &= LEARNED_TABLE not in self.method.tensors(self.config)
-        return AddedPositions(self.config) if has_own else None
 
     def score_terms(self, device: torch.device, layer: int) -> dict[str, Any]:
         """Return what is added to the attention scores of this rank's heads.

@@ -47,9 +47,9 @@ from pretrain import platform
 from pretrain.config import ConfigError, RunConfig
 from pretrain.config.tensors import TIED
 from pretrain.model import adaptive
-from pretrain.model.attention import CoreAttention, Positions, SelfAttention
+from pretrain.model.attention import AddedPositions, CoreAttention, Positions, SelfAttention
 from pretrain.model.loss import FusedLossLayer, FusedLossModel, product
-from pretrain.positions.base import generator
+from pretrain.positions.base import LEARNED_TABLE, Rope, generator
 from pretrain.startup import compile_when_called
 from pretrain.topology import own_part
 
@@ -457,6 +457,8 @@ def _build_chunk(
     # probabilities of all words instead, as a plain reference.
     fuses_loss = fusion.loss or (is_adaptive and config.train.fusion != "off")
     model_class = FusedLossModel if fuses_loss else GPTModel
+    # GPTModel requires a base and a share even without rotation.
+    rope = config.position.rope() or Rope(10_000.0, 1.0)
     model = model_class(
         transformer,
         spec,
@@ -467,18 +469,18 @@ def _build_chunk(
         post_process=last,
         share_embeddings_and_output_weights=config.model.tie_word_embeddings and not is_adaptive,
         position_embedding_type=position.megatron_type,
-        rotary_percent=position.rope.percent,
-        rotary_base=position.rope.base,
+        rotary_percent=rope.percent,
+        rotary_base=rope.base,
         vp_stage=virtual_stage,
     )
     # GPTModel has no argument for the class of its stack of layers.
     model.decoder.__class__ = Block
     # A submodule, so that its parameters are trained and have names ("position.*").
     model.position = position
-    if position.rope.inverse_frequencies is not None:
-        found = position.rope.inverse_frequencies(config.position.rotated_channels(config))
+    if rope.inverse_frequencies is not None:
+        found = rope.inverse_frequencies(config.position.rotated_channels(config))
         model.rotary_pos_emb.inv_freq = found.to(model.rotary_pos_emb.inv_freq)
-    if position.method.rope() is not None and config.parallel.context_parallel_size > 1:
+    if config.position.rope() is not None and config.parallel.context_parallel_size > 1:
         _rotate_own_part(model)
     if is_adaptive:
         adaptive.install(config, model, fusion.compiled or fusion.layers)
@@ -489,9 +491,9 @@ def _build_chunk(
         model.output_layer.compiled = fusion.compiled or fusion.layers
     _mark_sharded_weights(model)
     if first:
-        table = position.embedding_table()
-        if table is not None:
-            model.embedding.position_embeddings = table
+        adds = config.position.adds_to_embeddings(config)
+        if adds and LEARNED_TABLE not in config.position.tensors(config):
+            model.embedding.position_embeddings = AddedPositions(config)
         if config.model.embedding_layernorm:
             _normalize_embeddings(model, NORMS[config.model.normalization])
         # Scale only the word embeddings, before the position table is added. A hook, because

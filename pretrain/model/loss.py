@@ -337,7 +337,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows, weight, logits, column, highest, total = ctx.saved_tensors
         options: Options = ctx.options
         d_loss = d_loss.reshape(-1).float()
-        _logits_to_gradient(logits, column, (highest, total), d_loss, options.compiled)
+        of_rows = column, highest, total, d_loss
+        if options.compiled:
+            _compiled_gradient(logits, *of_rows)
+        else:
+            for piece in _pieces(logits, *of_rows):
+                _gradient_of_piece(*piece)
         # The communication runs while the weight's gradient is computed.
         d_hidden, wait = _reduce_over_group(logits @ weight, ctx.hidden_shape, options)
         d_weight = None
@@ -421,35 +426,17 @@ def _combine(
     return highest_of_all, sums[0], sums[1]
 
 
-def _logits_to_gradient(
-    logits: Tensor,
-    column: Tensor,
-    statistics: tuple[Tensor, Tensor],
-    d_loss: Tensor,
-    compiled: bool,
-) -> None:
-    """Replace the logits by their gradient.
-
-    Args:
-        logits: [T, V], changed in place.
-        column: Column of the label on this rank, as in `_row_statistics`.
-        statistics: m and z of every row over the whole vocabulary.
-        d_loss: Gradient of the losses, fp32 [T].
-        compiled: As in `Options`.
-    """
-    if compiled:
-        _compiled_gradient(logits, column, *statistics, d_loss)
-        return
-    for piece in _pieces(logits, column, *statistics, d_loss):
-        _gradient_of_piece(*piece)
-
-
 def _gradient(
     logits: Tensor, column: Tensor, highest: Tensor, total: Tensor, d_loss: Tensor
 ) -> None:
-    """Do what `_logits_to_gradient` does, in a form that becomes one kernel if compiled.
+    """Replace the logits by their gradient, in a form that becomes one kernel if compiled.
 
-    All arguments but the logits are [T].
+    Args:
+        logits: [T, V], changed in place.
+        column: Column of the label on this rank, as in `_row_statistics`, [T].
+        highest: m of every row over the whole vocabulary, fp32 [T].
+        total: z of every row over the whole vocabulary, fp32 [T].
+        d_loss: Gradient of the losses, fp32 [T].
     """
     probability = (logits.float() - highest[:, None]).exp() / total[:, None]
     # The comparison of column numbers is fused with the rest. A scatter would be a separate kernel,
