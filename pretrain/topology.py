@@ -162,8 +162,10 @@ class Process:
                 0 if directory else int(fixed or 29500),
                 directory,
             )
-        # srun. A job step of one task is a run of one process.
-        if "SLURM_PROCID" in env and (num_tasks := _num_slurm_tasks()) > 1:
+        # srun. A job step of one task is a run of one process. The job's number stands in for the
+        # step's.
+        num_tasks = int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", 1)))
+        if "SLURM_PROCID" in env and num_tasks > 1:
             if directory is None and ("MASTER_ADDR" not in env or fixed is None):
                 raise ConfigError(
                     "MASTER_ADDR, MASTER_PORT: a step of srun needs both, the name of the first "
@@ -429,12 +431,6 @@ def _slurm_start() -> str:
     """Return job, step and restart as one word, which no two starts of ranks share."""
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     return ".".join(os.environ.get(name, "0") for name in names)
-
-
-def _num_slurm_tasks() -> int:
-    """Return the number of tasks of this Slurm job step, or else of the job."""
-    env = os.environ
-    return int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", 1)))
 
 
 def supervised_attempt() -> Path | None:

@@ -83,35 +83,6 @@ def batch_size_at(consumed_samples: int, global_batch_size: int, rampup: Rampup 
     return min(start + int(consumed_samples / samples_per_increment) * increment, global_batch_size)
 
 
-def samples_of_steps(
-    steps: int, global_batch_size: int, rampup: Rampup | None, before: int = 0
-) -> int:
-    """Return the samples that some steps of a run consume.
-
-    Args:
-        steps: Number of steps.
-        global_batch_size: Samples of a step after the ramp-up.
-        rampup: The ramp-up, or None.
-        before: Samples consumed before these steps.
-    """
-    consumed = before
-    while rampup is not None and steps and consumed <= rampup[2]:
-        consumed += batch_size_at(consumed, global_batch_size, rampup)
-        steps -= 1
-    return consumed + steps * global_batch_size - before
-
-
-def steps_of_samples(
-    samples: int, global_batch_size: int, rampup: Rampup | None, before: int = 0
-) -> int:
-    """Return the fewest steps that consume `samples`; the other arguments as above."""
-    steps, end = 0, before + samples
-    while rampup is not None and before < end and before <= rampup[2]:
-        before += batch_size_at(before, global_batch_size, rampup)
-        steps += 1
-    return steps + max(0, -(-(end - before) // global_batch_size))
-
-
 @dataclass(frozen=True)
 class Layout:
     """The way in which a number of processes share the work of a run."""
@@ -471,7 +442,7 @@ def _parts(run: RunConfig) -> tuple[RunPhase, ...]:
     """Return what `RunConfig.parts` does."""
     last, count = run.train.num_steps, len(run.phases)
     if not run.phases:
-        return (RunPhase(1, 1, 0, run, {}, _samples(run, 0, last, 0) * run.data.sequence_length),)
+        return (RunPhase(1, 1, 0, run, {}, samples_of(run, last) * run.data.sequence_length),)
     spans: list[_Span] = []
     for number, phase in enumerate(run.phases, 1):
         with in_phase(number):
@@ -485,7 +456,7 @@ def _parts(run: RunConfig) -> tuple[RunPhase, ...]:
     found = []
     for number, (span, phase) in enumerate(zip(spans, run.phases, strict=True), 1):
         config = RunConfig.model_validate(span.values)
-        samples = _samples(config, span.first, span.end, span.samples)
+        samples = samples_of(config, span.end - span.first, span.samples)
         tokens = samples * config.data.sequence_length
         found.append(RunPhase(number, count, span.first, config, changed_keys(phase), tokens))
     return tuple(found)
@@ -514,7 +485,7 @@ def _span(run: RunConfig, phase: PhaseSection, before: _Span | None, is_last: bo
     if before is not None:
         config = RunConfig.model_validate(before.values)
         first, values = before.end, before.values
-        samples = before.samples + _samples(config, before.first, first, before.samples)
+        samples = before.samples + samples_of(config, first - before.first, before.samples)
     changes = changed_keys(phase)
     values = _changed(values, changes)
     config = RunConfig.model_validate(values)
@@ -526,9 +497,7 @@ def _span(run: RunConfig, phase: PhaseSection, before: _Span | None, is_last: bo
         )
     end = first + (phase.steps or last - first)
     if phase.tokens is not None:
-        b, wanted = config.batch, -(-phase.tokens // config.data.sequence_length)
-        ramp = b.rampup_batch_size
-        end = first + steps_of_samples(wanted, b.global_batch_size, ramp, samples)
+        end = first + _steps(config, -(-phase.tokens // config.data.sequence_length), samples)
     if not first < end <= last or (is_last and end < last):
         raise ConfigError(
             f"the phase would begin after step {first} and end with step {end}, and the run ends "
@@ -550,10 +519,22 @@ def _span(run: RunConfig, phase: PhaseSection, before: _Span | None, is_last: bo
     return _Span(first, end, samples, {**values, "train": train, "schedule": schedule}, begins)
 
 
-def _samples(config: RunConfig, first: int, end: int, before: int) -> int:
-    """Return the samples of steps `first` + 1 to `end`, before which `before` were consumed."""
-    b = config.batch
-    return samples_of_steps(end - first, b.global_batch_size, b.rampup_batch_size, before)
+def samples_of(config: RunConfig, steps: int, before: int = 0) -> int:
+    """Return the samples that some steps consume, before which `before` were consumed."""
+    consumed, rampup = before, config.batch.rampup_batch_size
+    while rampup is not None and steps and consumed <= rampup[2]:
+        consumed += config.batch_size_at(consumed)
+        steps -= 1
+    return consumed + steps * config.batch.global_batch_size - before
+
+
+def _steps(config: RunConfig, samples: int, before: int) -> int:
+    """Return the fewest steps that consume `samples`, before which `before` were consumed."""
+    steps, end, rampup = 0, before + samples, config.batch.rampup_batch_size
+    while rampup is not None and before < end and before <= rampup[2]:
+        before += config.batch_size_at(before)
+        steps += 1
+    return steps + max(0, -(-(end - before) // config.batch.global_batch_size))
 
 
 def _changed(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

@@ -331,7 +331,6 @@ class _WithSlopes(HuggingFaceClass):
     """A class whose code is in the folder: a stock class with other ALiBi slopes."""
 
     architecture = ""
-    heads_key: str
     advice = (
         ": a class in the folder, which is {stock} with these slopes. It is loaded with "
         "trust_remote_code=True, and stock loaders refuse the folder"
@@ -345,7 +344,8 @@ class _WithSlopes(HuggingFaceClass):
         # The number of heads is null, so that stock classes refuse the folder: transformers 5
         # checks its type, and transformers 4 divides by it. JSON keeps the fp32 slopes exactly,
         # whereas loading in 16 bit would round slopes among the weights.
-        own = {self.heads_key: None, "slopes": found.float().tolist()}
+        heads_key = self.config_class.attribute_map["num_attention_heads"]
+        own = {heads_key: None, "slopes": found.float().tolist()}
         return super().settings(config, max_length, state) | own
 
     def note(self, config: RunConfig, settings: Any) -> str:
@@ -370,7 +370,6 @@ class BloomSlopes(_WithSlopes, Bloom):
     name = "BloomSlopesForCausalLM"
     stock = Bloom.name
     rows = _with_slopes(Bloom.rows)
-    heads_key = "n_head"
 
 
 class MptSlopes(_WithSlopes, Mpt):
@@ -378,7 +377,6 @@ class MptSlopes(_WithSlopes, Mpt):
     name = "MptSlopesForCausalLM"
     stock = Mpt.name
     rows = _with_slopes(Mpt.rows)
-    heads_key = "n_heads"
 
     def settings(self, config: RunConfig, max_length: int, state: State = None) -> dict[str, Any]:
         found = super().settings(config, max_length, state)

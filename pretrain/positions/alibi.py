@@ -171,21 +171,17 @@ class Alibi(PositionMethod):
                 "Remove it",
             )
 
-    def slopes_of(self, num_heads: int) -> tuple[float, ...]:
-        """Return the slopes of all heads of a model, for keys before the query.
-
-        Args:
-            num_heads: Number of heads of the whole model.
-        """
-        return _values(self.slopes, num_heads)
+    def _slopes(self, config: RunConfig) -> dict[str, tuple[float, ...]]:
+        """Return the slopes of all heads of the model by key: for keys before the query, after."""
+        heads = config.model.num_attention_heads
+        return {key: _values(written, heads) for key, written in self._sides().items()}
 
     def resolved(self, config: RunConfig) -> dict[str, Any]:
         # A range and the list of its values give the same model. They are compared in fp32, in
         # which scores are computed.
-        heads = config.model.num_attention_heads
-        values = {key: _values(written, heads) for key, written in self._sides().items()}
-        published = array("f", published_slopes(heads))
-        return {k: "published" if array("f", v) == published else [*v] for k, v in values.items()}
+        published, sides = published_slopes(config.model.num_attention_heads), self._slopes(config)
+        same = {key: array("f", v) == array("f", published) for key, v in sides.items()}
+        return {key: "published" if same[key] else [*v] for key, v in sides.items()}
 
     def _are_published(self, config: RunConfig) -> bool:
         """Return True if both sides have the published slopes, however they are written."""
@@ -197,10 +193,9 @@ class Alibi(PositionMethod):
         return self.method if self._are_published(config) else "alibi_other_slopes"
 
     def description(self, config: RunConfig) -> str:
-        heads, trained = config.model.num_attention_heads, self.trainable_slopes
+        trained, sides = self.trainable_slopes, self._slopes(config).values()
         if self._are_published(config):
             return "alibi with trainable slopes" if trained else "alibi"
-        sides = [_values(written, heads) for written in self._sides().values()]
         shown = " and to the right ".join(" ".join(f"{m:.4g}" for m in side) for side in sides)
         return f"alibi with {'trainable slopes, at first' if trained else 'slopes'} {shown}"
 
@@ -216,14 +211,12 @@ class Alibi(PositionMethod):
         """Return the slopes of the config, trainable or not."""
         import torch
 
-        heads = config.model.num_attention_heads
-        values = {OWN + key: _values(written, heads) for key, written in self._sides().items()}
-        return {name: torch.tensor(v, dtype=torch.float32) for name, v in values.items()}
+        values = self._slopes(config).items()
+        return {OWN + key: torch.tensor(v, dtype=torch.float32) for key, v in values}
 
     def head_slopes(self, config: RunConfig) -> tuple[float, ...] | None:
         # With two slopes per head, the kernels compute all keys.
-        has_one = self.slopes_right is None
-        return self.slopes_of(config.model.num_attention_heads) if has_one else None
+        return self._slopes(config)["slopes"] if self.slopes_right is None else None
 
     def score_terms(
         self, config: RunConfig, heads: slice, own: Mapping[str, Tensor], device: torch.device

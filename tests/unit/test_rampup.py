@@ -9,7 +9,7 @@ from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBat
 
 from pretrain.checkpoint.manifest import Change, TrainerState, trained_tokens
 from pretrain.config import ConfigError
-from pretrain.config.run import batch_size_at, describe, samples_of_steps
+from pretrain.config.run import batch_size_at, describe, samples_of
 from tests.conftest import tiny_config
 
 
@@ -43,11 +43,12 @@ def test_the_batch_size_is_that_of_megatron(start, increment, samples, full):
 def test_the_samples_of_a_run_are_those_of_its_steps():
     for start, increment, samples, full in ramps(30):
         ramp = (start, increment, samples % 10_000 + 1)
-        consumed = 0
+        batch = {"micro_batch_size": 1, "global_batch_size": full, "rampup_batch_size": ramp}
+        config, consumed = tiny_config(batch=batch), 0
         for step in range(200):
-            assert samples_of_steps(step, full, ramp) == consumed
+            assert samples_of(config, step) == consumed
             consumed += batch_size_at(consumed, full, ramp)
-    assert samples_of_steps(10, 8, None) == 80
+    assert samples_of(tiny_config(batch={"micro_batch_size": 1, "global_batch_size": 8}), 10) == 80
 
 
 def test_the_tokens_of_a_run_are_counted_with_its_ramp():

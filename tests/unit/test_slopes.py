@@ -7,7 +7,7 @@ import tomllib
 
 import pytest
 
-from pretrain.config import ConfigError, dump_config, parse_config
+from pretrain.config import ConfigError, RunConfig, dump_config, parse_config
 from pretrain.config.trajectory import differences, settings_hash
 from pretrain.positions.alibi import SlopeRange, _values, published_slopes
 from tests.conftest import TINY, tiny_config
@@ -19,17 +19,19 @@ def slopes(value: object, **model: object):
     return tiny_config(position={"slopes": value}, model=model)
 
 
+def of_heads(config: RunConfig) -> tuple[float, ...]:
+    return config.position.head_slopes(config)
+
+
 def test_a_range_is_geometric_and_its_ends_are_exact():
     # Section 3 of the paper: for 8 heads 1/2, 1/4, ..., 1/256.
-    assert slopes(RANGE).position.slopes_of(8) == pytest.approx(
-        [2.0**-k for k in range(1, 9)], rel=1e-15
-    )
-    found = slopes({"first": 0.9, "last": 0.0039}, num_attention_heads=12).position.slopes_of(12)
+    assert of_heads(slopes(RANGE)) == pytest.approx([2.0**-k for k in range(1, 9)], rel=1e-15)
+    found = of_heads(slopes({"first": 0.9, "last": 0.0039}, num_attention_heads=12))
     assert (found[0], found[-1], len(found)) == (0.9, 0.0039, 12)
     ratios = [b / a for a, b in itertools.pairwise(found)]
     assert ratios == pytest.approx([(0.0039 / 0.9) ** (1 / 11)] * 11, rel=1e-12)
     single = slopes({"first": 0.3, "last": 0.3}, num_attention_heads=1)
-    assert single.position.slopes_of(1) == (0.3,)
+    assert of_heads(single) == (0.3,)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +53,7 @@ def test_a_range_is_geometric_and_its_ends_are_exact():
 )
 def test_every_form_is_set_on_the_command_line_and_read_back(text, expected):
     config = parse_config(TINY, "tiny", [f"position.slopes={text}"])
-    assert config.position.slopes_of(8) == pytest.approx(expected, rel=1e-15)
+    assert of_heads(config) == pytest.approx(expected, rel=1e-15)
     assert parse_config(tomllib.loads(dump_config(config)), "dumped") == config
 
 
@@ -71,7 +73,7 @@ def test_other_slopes_are_another_model():
     assert found.effect == "function"
     assert settings_hash(published, "data") != settings_hash(other, "data")
     # How they are written does not matter.
-    same = slopes(list(other.position.slopes_of(8)))
+    same = slopes(list(of_heads(other)))
     assert differences(other, same) == []
     for form in ({"factor": 1.0}, {"bias_max": 8}, RANGE, [2.0**-k for k in range(1, 9)]):
         assert differences(published, slopes(form)) == []
