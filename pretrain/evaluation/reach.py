@@ -282,7 +282,7 @@ _NOTHING = EvaluationRequest(None, (NONOVERLAPPING,), None, None)
 
 def _measure(config: RunConfig, chunk: GPTModel, stream: TokenStream | None, length: int) -> Reach:
     """Return the certificates of a model, and its reaches on a text."""
-    slopes, layers, windows = slopes_of(config, chunk), config.model.num_layers, []
+    slopes, layers, windows = slopes_of(chunk), config.model.num_layers, []
     length = 0 if stream is None else min(length, len(stream))
     count = 0 if stream is None else min(WINDOWS, len(stream) // length)
     device = next(chunk.parameters()).device

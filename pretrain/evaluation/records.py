@@ -208,13 +208,10 @@ def wilson_interval(right: NDArray[np.float64]) -> tuple[float, float]:
     Args:
         right: [n] zeros and ones that do not depend on each other.
     """
-    from scipy.special import ndtri
+    from scipy.stats import binomtest
 
-    count, share = len(right), float(right.mean())
-    weight = ndtri((1 + COVERAGE) / 2) ** 2 / count
-    middle = (share + weight / 2) / (1 + weight)
-    half = math.sqrt(weight * (share * (1 - share) + weight / 4)) / (1 + weight)
-    return middle - half, middle + half
+    found = binomtest(int(right.sum()), len(right)).proportion_ci(COVERAGE, "wilson")
+    return float(found.low), float(found.high)
 
 
 # ---- Compare two evaluations of one text block by block, which tells apart closer values ----

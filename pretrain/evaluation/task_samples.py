@@ -131,12 +131,10 @@ class Text:
 
     def around(self, start: int, count: int, hole: int | None) -> Tokens:
         """Return `count` consecutive tokens, leaving out PLANTED tokens from `hole` on."""
-        if hole is None or start + count <= hole:
+        if hole is None:
             return self.stream.read(start, count)
-        if start >= hole:
-            return self.stream.read(start + PLANTED, count)
-        before = hole - start
-        after = self.stream.read(hole + PLANTED, count - before)
+        before = min(max(hole - start, 0), count)
+        after = self.stream.read(max(hole, start) + PLANTED, count - before)
         return np.concatenate([self.stream.read(start, before), after])
 
     def random(self, *key: int) -> np.random.Generator:

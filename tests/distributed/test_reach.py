@@ -126,7 +126,7 @@ def look(config: RunConfig, state: dict[str, Tensor], ids: Tensor) -> Any:
             lambda _, arguments: projections.append([x.detach() for x in arguments[:2]])
         )
     found = seen(config, chunk, ids, lambda: None)
-    return found, projections, certificates(config, chunk, 100), slopes_of(config, chunk)
+    return found, projections, certificates(config, chunk, 100), slopes_of(chunk)
 
 
 def attack(config: RunConfig, state: dict[str, Tensor]) -> list[tuple[float, ...]]:
