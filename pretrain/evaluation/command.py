@@ -68,7 +68,6 @@ from pretrain.evaluation.records import (
     LONGPPL,
     POSITIONS,
     Binned,
-    Losses,
     bounded_exp,
     fields_of,
 )
@@ -346,7 +345,7 @@ class Opened(ABC):
             "parameters": self.parameters(chunks),
         }
         record = fields_of({**self.common(), **origin, **result.record(), **result.cost})
-        record[BLOCKS] = Losses(result.block_losses, result.block_tokens)
+        record[BLOCKS] = result.by_block
         # Not for sliding windows, which score only a few positions.
         if result.protocol.name == NONOVERLAPPING:
             record[POSITIONS] = Binned.of(result.by_position)

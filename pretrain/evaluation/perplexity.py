@@ -145,10 +145,8 @@ class Evaluation:
     by_position: Losses
     """Mean loss and number of tokens at each position of the window. Sliding windows score no
     tokens at their first positions."""
-    block_losses: NDArray[np.float64]
-    """[blocks] summed loss of each block of the text (`pretrain.evaluation.records`)."""
-    block_tokens: NDArray[np.float64]
-    """[blocks] number of tokens of each block."""
+    by_block: Losses
+    """Summed loss and tokens of each block of the text (`pretrain.evaluation.records`)."""
     by_token: NDArray[np.float32] | None = None
     """[tokens] loss of each token of the text, if these were kept."""
     cost: Mapping[str, float] = field(default_factory=dict)
@@ -157,7 +155,7 @@ class Evaluation:
     def record(self) -> dict[str, Any]:
         """Return the measured values, under the keys of records.FIELDS."""
         name, stride, length = self.protocol.key
-        low, high = confidence_interval(self.block_losses, self.block_tokens)
+        low, high = confidence_interval(self.by_block.losses, self.by_block.counts)
         bits = self.loss_nats * self.tokens / math.log(2)
         return {
             "protocol": name,
@@ -334,20 +332,20 @@ class Evaluator:
                 for batches, windows in self._passes(protocol, show):
                     before_pass()
                     self._score(protocol.length, batches, windows, totals)
-        (sums, counts), (block_losses, block_tokens) = totals.over_all_ranks()
+        (sums, counts), of_blocks = totals.over_all_ranks()
         by_token = totals.by_token.numpy() if self.by_token else None
         kind, end = clock()
         cost = {kind: sum(gather(end - begin, float))}
         tokens = int(counts.sum())
         size = self.text.bytes if self.mask_id is None else 0
         expected = self.text.tokens if self.mask_id is None else tokens
-        assert tokens == block_tokens.sum() == expected, f"{tokens} tokens of {expected}"
+        assert tokens == of_blocks[1].sum() == expected, f"{tokens} tokens of {expected}"
         # A position without scored tokens gives 0 / 0 = NaN.
         with np.errstate(invalid="ignore"):
             by_position = Losses(sums / counts, counts.astype(np.int64))
         loss = float(sums.sum() / counts.sum())
-        of_blocks = block_losses, block_tokens
-        return Evaluation(protocol, loss, tokens, size, by_position, *of_blocks, by_token, cost)
+        by_block = Losses(*of_blocks)
+        return Evaluation(protocol, loss, tokens, size, by_position, by_block, by_token, cost)
 
     def _read(self, protocol: Protocol, progress: bool, totals: _Totals) -> None:
         """Read the text in one pass, and add its losses up."""

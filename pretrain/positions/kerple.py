@@ -31,16 +31,13 @@ LEAST = 0.01
 LARGEST_POWER = 2.0
 """The largest r2 of the power form, beyond which -|m - n|^r2 is no kernel."""
 
-KerpleKernel = Literal["log", "power"]
-"""Values of position.kerple_kernel."""
-
 
 class Kerple(PositionMethod):
     """A learned logarithm or power of the distance on the attention scores."""
 
     method: Literal["kerple"] = "kerple"
 
-    kerple_kernel: KerpleKernel = "log"
+    kerple_kernel: Literal["log", "power"] = "log"
     """What is added to a score at distance d. log: -r1 log(1 + r2 d), the paper's best. power: -r1
     d^r2, which is ALiBi if r2 = 1."""
 

@@ -94,9 +94,9 @@ def test_blocks_of_the_text_against_dense(pools, tiny_data):
     protocols = [Protocol("sliding", LENGTH, 1), Protocol("sliding", 64, 24)]
     one, other = _evaluate(pools, tiny_data, "one", protocols)[0]
     expected = _token_losses(tiny_data, LENGTH).reshape(60, 5).sum(axis=1)
-    np.testing.assert_allclose(one.block_losses, expected, rtol=1e-5)
-    assert one.block_tokens.tolist() == other.block_tokens.tolist() == [5] * 60
-    assert other.block_losses.sum() == pytest.approx(other.loss_nats * TOKENS, rel=1e-12)
+    np.testing.assert_allclose(one.by_block.losses, expected, rtol=1e-5)
+    assert one.by_block.counts.tolist() == other.by_block.counts.tolist() == [5] * 60
+    assert other.by_block.losses.sum() == pytest.approx(other.loss_nats * TOKENS, rel=1e-12)
     low, high = (one.record()[key] for key in ("loss_low", "loss_high"))
     assert low < one.loss_nats < high
 
@@ -123,9 +123,9 @@ def test_every_layout_and_batch_gives_the_same(pools, tiny_data, of_one_process,
             np.testing.assert_allclose(
                 result.by_position.losses, reference.by_position.losses, rtol=2e-4
             )
-            np.testing.assert_allclose(result.block_losses, reference.block_losses, rtol=1e-4)
+            np.testing.assert_allclose(result.by_block.losses, reference.by_block.losses, rtol=1e-4)
             np.testing.assert_allclose(result.by_token, reference.by_token, rtol=2e-4)
-            assert result.block_tokens.tolist() == reference.block_tokens.tolist()
+            assert result.by_block.counts.tolist() == reference.by_block.counts.tolist()
 
 
 @pytest.mark.parametrize("name", ["nonoverlapping", "stream"])

@@ -103,7 +103,7 @@ def test_evaluation_scores_the_same_masked_tokens_at_every_length(pools, tiny_da
         assert (record["protocol"], record["length"], record["stride"]) == ("masked", *2 * [length])
         assert record["bits_per_byte"] is None
         assert record["bytes"] is None
-        assert result.block_tokens.sum() == 45
+        assert result.by_block.counts.sum() == 45
 
 
 def test_zero_and_a_restart_on_another_layout_go_on_with_the_same_masks(pools, tiny_data, tmp_path):
