@@ -449,8 +449,8 @@ def _saved_since(run: Path, before: Sequence[str], resume: str) -> bool:
     newest = next((s.lineage for s in reversed(saved_checkpoints(run)) if s.lineage), None)
     if newest is None or newest.id in before:
         return False
-    # The parent of what was downloaded is not here, or was here before.
-    return "://" not in resume or newest.parent in {*_saved_ids(run)} - {*before}
+    # The parent of what was downloaded to an empty disk is not here.
+    return "://" not in resume or newest.parent in _saved_ids(run)
 
 
 class LocalRanks:

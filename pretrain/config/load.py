@@ -453,7 +453,7 @@ def explain(error: Any, keys: Collection[str] | None = None, *, hides_value: boo
     if error["type"] == "missing":
         return f"{key}: missing, and it has no default. Set it"
     if error["type"] == "tuple_type":
-        text = 'should be a valid list, as in ["..."]'
+        text = "should be a valid list, as in [...]"
     got = error["input"]
     kind = f" (got {type(got).__name__})" if "valid" in text or hides_value else ""
     shown = key if hides_value else f"{key} = {got!r}"

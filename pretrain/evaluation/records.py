@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from pretrain.config import ConfigError
 from pretrain.config.errors import columns
+from pretrain.config.run import STREAM
 
 Record = Mapping[str, Any]
 """One evaluation of one checkpoint, with the keys of FIELDS and, where they are known, BLOCKS,
@@ -372,7 +373,6 @@ class Source(NamedTuple):
     settings: str
     tokenizer: str
     validation: str
-    tokens: int
     precision: str
     step: int
     run: str
@@ -485,25 +485,31 @@ def make_curves(records: Sequence[Record]) -> list[Curve]:
     """Return the curves by window length, in the order of the records.
 
     Runs are averaged when they agree in method, training length, settings, tokenizer, validation
-    set, precision, step, protocol and lengths, and each has another seed. Two runs with one seed
-    differ in something else, and then none of them is averaged. Nor are models at step 0, of
-    whose training nothing is known.
+    set, precision, step, protocol, lengths and scored tokens, and each has another seed. Two runs
+    with one seed differ in something else, and then none of them is averaged. Nor are models at
+    step 0, of whose training nothing is known.
 
     Args:
         records: Evaluations with the keys of `records.FIELDS`.
     """
     found: dict[tuple[Source, str], dict[int, Record]] = {}
-    seen: Counter[tuple[Source, str, int]] = Counter()
+    seen: Counter[tuple[object, ...]] = Counter()
+    evaluations: dict[tuple[Source, str], list[tuple[int | None, int]]] = {}
     for record in _distinct(records):
         source = Source(*(record[key] for key in Source._fields if key != "evaluation"))
-        protocol = protocol_name(record)
-        place = (source, protocol, record["length"])
-        seen[place] += 1
-        key = source._replace(evaluation=seen[place]), protocol
+        place = source, protocol_name(record)
+        # A stream is as long as its text. Else a part of the text is another evaluation.
+        tokens = None if record["protocol"] == STREAM else record["tokens"]
+        seen[*place, record["length"], tokens] += 1
+        which = tokens, seen[*place, record["length"], tokens]
+        of_place = evaluations.setdefault(place, [])
+        of_place += [which] * (which not in of_place)
+        key = source._replace(evaluation=of_place.index(which) + 1), place[1]
         found.setdefault(key, {})[record["length"]] = record
 
     def but_the_seed(key: tuple[Source, str]) -> object:
-        return key[0]._replace(seed=0, run="", checkpoint=""), key[1], frozenset(found[key])
+        scored = frozenset((n, record["tokens"]) for n, record in found[key].items())
+        return key[0]._replace(seed=0, run="", checkpoint=""), key[1], scored
 
     members: list[list[tuple[Source, str]]] = []
     for group in grouped(found, but_the_seed).values():

@@ -187,7 +187,8 @@ def as_run(source: Path) -> Iterator[tuple[bool, Path]]:
         yield True, source
         return
     with tempfile.TemporaryDirectory(prefix="pretrain-import-") as folder:
-        import_folder(source, Path(folder) / "run", ["train.precision=fp32"], advice=False)
+        in_fp32 = ["train.precision=fp32", "parallel.gradient_reduce_dtype=fp32"]
+        import_folder(source, Path(folder) / "run", in_fp32, advice=False)
         yield False, Path(folder) / "run"
 
 

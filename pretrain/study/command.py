@@ -238,23 +238,23 @@ def print_plan(path: Path, nproc: int | None, only: str, again: bool) -> None:
         path: The study file.
         nproc: Processes of each run; None to skip the check of the layout.
         only: Pattern of the names of runs to print.
-        again: Train these runs even if they are finished.
+        again: As in `Request`.
 
     Raises:
         ConfigError: The study cannot work, or no run matches.
     """
     study = _open(path, nproc, only, again)
-    states = _matching(states_of(study), only)
+    states = _to_train(_matching(states_of(study), only), again)
     for run, state in states:
         last = run.config.train.num_steps
-        start = f"from step {state.step}" if state.step and not again else "from scratch"
-        to_do = "finished" if state.state == FINISHED and not again else f"{start}, to step {last}"
+        start = f"from step {state.step}" if state.step else "from scratch"
+        to_do = "finished" if state.state == FINISHED else f"{start}, to step {last}"
         why = f" ({state.state}: {state.reason})" if state.state == FAILED else ""
         print(
             f"{run.name}: {run.trained.tokens_per_step:,} tokens a step, seed {run.seed}, "
             f"{to_do}{why}"
         )
-    left = [run for run, state in states if again or state.state != FINISHED]
+    left = [run for run, state in states if state.state != FINISHED]
     for run in data_sets(left):
         print(f"{run.config.data.directory}: not built yet; it would be built first")
     lengths = ", ".join(f"{length:,}" for length in study.lengths)
@@ -267,6 +267,11 @@ def _matching(states: list[tuple[StudyRun, State]], only: str) -> list[tuple[Stu
         return chosen
     names = ", ".join(run.name for run, _ in states)
     raise ConfigError(f"--only {only}: matches no run. The runs are {names}")
+
+
+def _to_train(states: list[tuple[StudyRun, State]], again: bool) -> list[tuple[StudyRun, State]]:
+    """Return the states; with --again those of the weights, whatever has been recorded."""
+    return [(r, state_of(r) if again and r.record.exists() else state) for r, state in states]
 
 
 def _work(work: Work) -> int:
@@ -283,9 +288,8 @@ def _work(work: Work) -> int:
     states = work.record()
     chosen = _matching(states, work.request.only)
     again = [run for run, _ in chosen if work.request.again and run.record.exists()]
-    left = [
-        run for run, state in chosen if (state_of(run) if run in again else state).state != FINISHED
-    ]
+    to_train = _to_train(chosen, work.request.again)
+    left = [run for run, state in to_train if state.state != FINISHED]
     if left and not work.request.report_only:
         _build_data(work, left)
         # Checked again, because data that was just built must equal that of runs trained before.

@@ -24,7 +24,7 @@ from pretrain.checkpoint.format import DamagedCheckpoint
 from pretrain.checkpoint.manifest import Change, data_hashes, open_checkpoint
 from pretrain.config import ConfigError, EvaluationRequest, RunConfig, dump_config, load_config
 from pretrain.config.load import expand_path, explain, read_values
-from pretrain.config.run import LENGTH_FACTORS, changed_keys
+from pretrain.config.run import LENGTH_FACTORS
 from pretrain.config.schema import Effect, Section
 from pretrain.config.trajectory import data_differences, differences, scheduled_changes
 from pretrain.data.stream import open_stream
@@ -370,7 +370,7 @@ def check_runs(study: Study, nproc: int | None) -> None:
         if not each.__module__.startswith("pretrain.positions.")
     ]
     if study.asked.efficiency.rounds:
-        said = _values(study, "tokens a step", lambda config: config.tokens_per_step)
+        said = _values(study, "tokens a step", lambda c: c.parts[-1].config.tokens_per_step)
         more = "Speeds are compared at equally many: set batch.global_batch_size, or rounds = 0"
         problems += [f"{study.file}: efficiency.rounds: {line}. {more}" for line in said]
     for run in study.runs:
@@ -421,8 +421,16 @@ def other_differences(study: Study) -> list[str]:
                 continue
             lines += _values(part, key, operator.attrgetter(key))
         lines += _values(part, "tokens a step", lambda config: config.tokens_per_step)
-        lines += _values(part, "phases", lambda config: [*map(changed_keys, config.phases)])
+        lines += _values(part, "phases", _phases)
     return lines
+
+
+def _phases(config: RunConfig) -> list[tuple[int, dict[str, Any]]]:
+    """Return the last step of each phase, and what it changes that is not compared elsewhere."""
+    return [
+        (p.end, {k: v for k, v in p.changes.items() if not k.startswith(("position.", "batch."))})
+        for p in (config.parts if config.phases else ())
+    ]
 
 
 def _values(study: Study, what: str, value: Callable[[RunConfig], Any]) -> list[str]:

@@ -768,20 +768,21 @@ def fetch(config: RunConfig, resume: str) -> str:
         is_here = there is not None and there.id == stored.lineage.id
         try:
             if not is_here:
-                _fetch_one(config, store, stored, final)
+                is_own = store.url == (config.checkpoint.upload_to or "").rstrip("/")
+                with_records = is_own and (resume == "auto" or not own)
+                _fetch_one(config, store, stored, final, with_records)
         except DamagedCheckpoint as error:
             say(f"warning: {error}. The checkpoint before it is tried")
             continue
-        is_of_run = store.url == (config.checkpoint.upload_to or "").rstrip("/")
-        if is_of_run and not is_here and (resume == "auto" or not own):
-            store.download_records(stored, config.directory)
         return resume if resume == "auto" else str(final)
     raise ConfigError(
         f"{store.url}: every checkpoint there is damaged. --resume one that is elsewhere"
     )
 
 
-def _fetch_one(config: RunConfig, store: Store, stored: Stored, final: Path) -> None:
+def _fetch_one(
+    config: RunConfig, store: Store, stored: Stored, final: Path, with_records: bool
+) -> None:
     """Download a checkpoint under a hidden name, verify it, and give it its name."""
     if supervised_attempt() is None:
         # A supervisor would already hold the run.
@@ -794,6 +795,9 @@ def _fetch_one(config: RunConfig, store: Store, stored: Stored, final: Path) -> 
     say(f"{config.directory}: downloading {store.url}/{stored.name}, {stored.bytes / 1e9:.2f} GB")
     partial = begin_partial(config.directory, stored.step, supervised_attempt())
     try:
+        if with_records:
+            # First, because a checkpoint that is here is not downloaded again.
+            store.download_records(stored, config.directory)
         store.download(stored, partial)
         open_checkpoint(partial)
         publish_directory(partial, final)

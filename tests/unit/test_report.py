@@ -169,7 +169,8 @@ def test_numbers_that_are_not_finite(tmp_path):
         ([{"run": "runs/a/alibi"}, {"run": "runs/b/alibi"}], ["a/alibi", "b/alibi"]),
         ([{"step": 100}, {"step": 200}], ["alibi, step 100", "alibi, step 200"]),
         ([{"seed": 1}, {"seed": 2, "step": 9}], ["alibi, seed 1", "alibi, seed 2"]),
-        ([{}, {"tokens": 40_000}], ["alibi, tokens 50000", "alibi, tokens 40000"]),
+        ([{}, {"tokens": 40_000}], ["alibi, evaluation 1", "alibi, evaluation 2"]),
+        ([{"seed": 1}, {"seed": 2, "tokens": 9}], ["alibi, seed 1", "alibi, seed 2"]),
         (
             [{"protocol": "sliding"}, {"protocol": "sliding", "stride": 32}],
             ["sliding by 64", "sliding by 32"],

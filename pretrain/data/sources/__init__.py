@@ -385,10 +385,11 @@ def corpora(data: DataSection) -> list[Corpus]:
     alone = SOURCES.get(data.source or "")
     name = alone.name if alone and alone.has_own_text else "text"
     named: Mapping[str, CorpusSection | DataSection] = data.corpora or {name: data}
-    for name, each in named.items():
-        if each.source is not None and each.source not in SOURCES:
+    keys = {_key(data, name, "source"): each.source for name, each in named.items()}
+    for key, source in {"data.source": data.source, **keys}.items():
+        if source is not None and source not in SOURCES:
             raise ConfigError(
-                f"{_key(data, name, 'source')} = {each.source!r}: no such source. Choose one of "
+                f"{key} = {source!r}: no such source. Choose one of "
                 f"{', '.join(SOURCES)}, or leave it out where the ends of the files' names tell"
             )
     shared = None if alone and alone.has_own_text and data.corpora else data.source
