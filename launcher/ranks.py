@@ -19,6 +19,7 @@ from typing import IO
 
 from pretrain.config import ConfigError, RunConfig, dump_config, writing
 from pretrain.config.errors import moment, say
+from pretrain.config.run import is_url
 from pretrain.launcher import agent, slurm, slurm_job
 from pretrain.launcher.supervise import SIGNAL_CODE, Signals, Supervisor
 from pretrain.processes import (
@@ -450,7 +451,7 @@ def _saved_since(run: Path, before: Sequence[str], resume: str) -> bool:
     if newest is None or newest.id in before:
         return False
     # The parent of what was downloaded to an empty disk is not here.
-    return "://" not in resume or newest.parent in _saved_ids(run)
+    return not is_url(resume) or newest.parent in _saved_ids(run)
 
 
 class LocalRanks:

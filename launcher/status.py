@@ -317,8 +317,9 @@ def find_runs(given: Sequence[Path]) -> list[Path]:
         is_deep = len(path.relative_to(root).parts) >= SEARCH_DEPTH
         names = {name for name in folders if not name.startswith(".") and not is_deep}
         if is_run(path):
-            # The records of a study also hold metrics, and are no runs.
-            found += [path] * (not (path / "record.json").is_file())
+            # A study's record also holds metrics, and is no run.
+            if not (path / "record.json").is_file():
+                found.append(path)
             # Not searched further: a run may hold thousands of files, but no other run.
             names = set()
         folders[:] = sorted(names)

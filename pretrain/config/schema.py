@@ -422,8 +422,7 @@ class EvaluationSection(Section):
     max_tokens: int | None = Field(default=None, gt=0)
     """Largest number of validation tokens that an evaluation in the training loop scores: of each
     corpus the first ones, in proportion to its validation text. Default: all. `pretrain evaluate`
-    and the launcher's evaluation jobs score all of them unless --max-tokens or --set limits
-    them."""
+    and the launcher's evaluation jobs score all unless --max-tokens or --set limits them."""
 
     tokens_per_batch: int = Field(default=8_192, gt=0)
     """Tokens in one forward pass of a rank at every window length, but never less than one window.

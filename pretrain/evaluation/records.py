@@ -494,17 +494,16 @@ def make_curves(records: Sequence[Record]) -> list[Curve]:
     """
     found: dict[tuple[Source, str], dict[int, Record]] = {}
     seen: Counter[tuple[object, ...]] = Counter()
-    evaluations: dict[tuple[Source, str], list[tuple[int | None, int]]] = {}
+    evaluations: dict[tuple[Source, str], dict[object, int]] = {}
     for record in _distinct(records):
         source = Source(*(record[key] for key in Source._fields if key != "evaluation"))
         place = source, protocol_name(record)
         # A stream is as long as its text. Else a part of the text is another evaluation.
         tokens = None if record["protocol"] == STREAM else record["tokens"]
         seen[*place, record["length"], tokens] += 1
+        of_place = evaluations.setdefault(place, {})
         which = tokens, seen[*place, record["length"], tokens]
-        of_place = evaluations.setdefault(place, [])
-        of_place += [which] * (which not in of_place)
-        key = source._replace(evaluation=of_place.index(which) + 1), place[1]
+        key = source._replace(evaluation=of_place.setdefault(which, len(of_place) + 1)), place[1]
         found.setdefault(key, {})[record["length"]] = record
 
     def but_the_seed(key: tuple[Source, str]) -> object:

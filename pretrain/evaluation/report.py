@@ -432,6 +432,8 @@ def report_run(run: Path) -> str:
     Raises:
         ConfigError: No checkpoint has been evaluated, or the run has another layout.
     """
+    if not run.exists():
+        raise ConfigError(f"{run}: no such file or directory. Give runs, or files of --out")
     check_version(run)
     directory = run / "evaluations"
     written = None

@@ -770,7 +770,7 @@ def fetch(config: RunConfig, resume: str) -> str:
             if not is_here:
                 is_own = store.url == (config.checkpoint.upload_to or "").rstrip("/")
                 with_records = is_own and (resume == "auto" or not own)
-                _fetch_one(config, store, stored, final, with_records)
+                _fetch_one(config, store, stored, with_records)
         except DamagedCheckpoint as error:
             say(f"warning: {error}. The checkpoint before it is tried")
             continue
@@ -780,10 +780,9 @@ def fetch(config: RunConfig, resume: str) -> str:
     )
 
 
-def _fetch_one(
-    config: RunConfig, store: Store, stored: Stored, final: Path, with_records: bool
-) -> None:
+def _fetch_one(config: RunConfig, store: Store, stored: Stored, with_records: bool) -> None:
     """Download a checkpoint under a hidden name, verify it, and give it its name."""
+    final = checkpoint_directory(config.directory, stored.step)
     if supervised_attempt() is None:
         # A supervisor would already hold the run.
         check_free(config.directory)
