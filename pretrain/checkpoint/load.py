@@ -1,13 +1,15 @@
 """Load a checkpoint that was saved on any layout: into this layout, or into full tensors.
 
-Each process reads only the boxes that it needs, and verifies every block that it reads.
+Each process reads only the boxes that it needs, and verifies every block that it reads. A run whose
+newest checkpoint is in a store downloads it first.
 """
 
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
@@ -25,12 +27,30 @@ from pretrain.checkpoint.format import (
     FileRecord,
     global_boxes,
 )
-from pretrain.checkpoint.manifest import MASTER, REMEDY, Checkpoint, TrainerState
-from pretrain.config import ConfigError, RunConfig
+from pretrain.checkpoint.manifest import (
+    MASTER,
+    REMEDY,
+    Checkpoint,
+    TrainerState,
+    open_checkpoint,
+)
+from pretrain.checkpoint.store import Store, Stored, StoreError, split_checkpoint
+from pretrain.config import ConfigError, RunConfig, writing
+from pretrain.config.errors import say
+from pretrain.config.run import is_url
 from pretrain.model.gpt import Named, initial_part, named_parameters
 from pretrain.optim.zero import Fragment, ZeroOptimizer
 from pretrain.positions.base import PositionMethod
-from pretrain.topology import first_problem
+from pretrain.processes import in_background
+from pretrain.rundir.attempts import check_free
+from pretrain.rundir.checkpoints import (
+    begin_partial,
+    checkpoint_directory,
+    read_lineage,
+    saved_checkpoints,
+)
+from pretrain.rundir.files import publish_directory
+from pretrain.topology import Topology, first_problem, on_main, supervised_attempt
 
 SLAB_BYTES = 32 << 20
 """Largest number of bytes that are read before they are copied to their target."""
@@ -313,3 +333,131 @@ def _read_file(directory: Path, record: FileRecord, copies: Sequence[_Copy]) -> 
                 target = copy.values[row - first : row - first + count]
                 # `source` stays unchanged, because the reader may keep a part of it.
                 target.copy_(torch.from_numpy(source[(slice(None), *copy.inside)]))
+
+
+# ---- Download the newest checkpoint of a store to an empty node ----
+
+
+POLL_SECONDS = 60.0
+"""The longest time for which the other ranks wait in a collective while rank 0 downloads."""
+
+
+def check_store(config: RunConfig, resume: str) -> None:
+    """Check that the packages for the run's URLs are installed. Every process calls this.
+
+    Raises:
+        ConfigError: A package is missing.
+    """
+    for url in (config.checkpoint.upload_to, resume if is_url(resume) else None):
+        if url is not None:
+            Store(split_checkpoint(url)[0])
+
+
+def bring(config: RunConfig, topology: Topology, resume: str) -> str:
+    """Download the checkpoint to resume from, if it is in a store. All ranks together.
+
+    With "auto" it is downloaded if checkpoint.upload_to has a checkpoint that descends from the
+    run's newest one, or if the run has none, as on the empty disk of another node.
+
+    Args:
+        config: The run.
+        topology: The processes' layout.
+        resume: "auto", "none", a path or a URL.
+
+    Returns:
+        The new value of `resume`: a path in place of a URL.
+
+    Raises:
+        ConfigError: The store holds no such checkpoint, or another run's.
+        RunFailed: The store cannot be read, or the checkpoint cannot be written.
+    """
+    is_stored = config.checkpoint.upload_to is not None and resume in ("auto", "none")
+    if not is_url(resume) and not is_stored:
+        return resume
+
+    def work() -> str:
+        with writing(config.directory):
+            return fetch(config, resume)
+
+    # On other ranks this is a placeholder whose result is never used.
+    download = in_background(work) if topology.is_main else Future[str]()
+    while not on_main(topology, lambda: bool(wait([download], POLL_SECONDS).done), bool):
+        pass
+    return on_main(topology, download.result, str)
+
+
+def fetch(config: RunConfig, resume: str) -> str:
+    """Do the work of `bring`, in one process."""
+    url = resume if is_url(resume) else config.checkpoint.upload_to
+    assert url is not None
+    base, name = split_checkpoint(url)
+    store = Store(base)
+    own = [saved for saved in saved_checkpoints(config.directory) if saved.is_sound]
+    try:
+        if url == config.checkpoint.upload_to:
+            store.check_is_of(config.directory, starts=True)
+        wanted = store.stored(name) if name else store.newest()
+    except StoreError as error:
+        if resume == "auto" and own:
+            say(f"warning: {error}. Training goes on from what is on the disk")
+            return resume
+        raise
+    if wanted is None:
+        if is_url(resume):
+            raise ConfigError(f"--resume {resume}: holds no complete checkpoint. Give another URL")
+        return resume
+    if resume == "none":
+        raise ConfigError(
+            f"checkpoint.upload_to = {url}: holds a run already, and --resume none would mix "
+            "another one with it. Resume (--resume auto), or set another URL"
+        )
+    if resume == "auto" and own:
+        newest = own[-1].lineage
+        assert newest is not None
+        if wanted.lineage.branches[0].id != newest.branches[0].id:
+            raise ConfigError(
+                f"checkpoint.upload_to = {url}: holds another run's checkpoints "
+                f"({wanted.name}), not those of {config.directory}. Set another URL"
+            )
+        if not newest.is_ancestor_of(wanted.lineage):
+            return resume
+    for stored in [wanted] if name else store.line_to(wanted):
+        final = checkpoint_directory(config.directory, stored.step)
+        there = read_lineage(final)
+        is_here = there is not None and there.id == stored.lineage.id
+        try:
+            if not is_here:
+                is_own = store.url == (config.checkpoint.upload_to or "").rstrip("/")
+                with_records = is_own and (resume == "auto" or not own)
+                _fetch_one(config, store, stored, with_records)
+        except DamagedCheckpoint as error:
+            say(f"warning: {error}. The checkpoint before it is tried")
+            continue
+        return resume if resume == "auto" else str(final)
+    raise ConfigError(
+        f"{store.url}: every checkpoint there is damaged. --resume one that is elsewhere"
+    )
+
+
+def _fetch_one(config: RunConfig, store: Store, stored: Stored, with_records: bool) -> None:
+    """Download a checkpoint under a hidden name, verify it, and give it its name."""
+    final = checkpoint_directory(config.directory, stored.step)
+    if supervised_attempt() is None:
+        # A supervisor would already hold the run.
+        check_free(config.directory)
+    if final.exists():
+        raise ConfigError(
+            f"{final}: is there already, and is not {store.url}/{stored.name}. Move it elsewhere, "
+            "or train in another run.directory"
+        )
+    say(f"{config.directory}: downloading {store.url}/{stored.name}, {stored.bytes / 1e9:.2f} GB")
+    partial = begin_partial(config.directory, stored.step, supervised_attempt())
+    try:
+        if with_records:
+            # First, because a checkpoint that is here is not downloaded again.
+            store.download_records(stored, config.directory)
+        store.download(stored, partial)
+        open_checkpoint(partial)
+        publish_directory(partial, final)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pretrain import platform
-from pretrain.checkpoint.load import load_checkpoint
+from pretrain.checkpoint.load import bring, check_store, load_checkpoint
 from pretrain.checkpoint.manifest import TrainerState, data_hashes, moves_end, open_checkpoint
 from pretrain.config import (
     ConfigError,
@@ -41,10 +41,8 @@ from pretrain.training.start import (
     Run,
     StartPoint,
     Streams,
-    bring,
     check_same_data,
     check_sizes,
-    check_store,
     evaluations_of,
     find_start_point,
     load_run,

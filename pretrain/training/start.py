@@ -11,10 +11,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
-import shutil
 import sys
 from collections.abc import Collection, Mapping
-from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -35,7 +33,6 @@ from pretrain.checkpoint.manifest import (
     data_hashes,
     open_checkpoint,
 )
-from pretrain.checkpoint.store import Store, Stored, StoreError, split_checkpoint
 from pretrain.config import ConfigError, RunConfig, RunFailed, load_config, writing
 from pretrain.config.errors import say
 from pretrain.config.run import RunPhase, is_url
@@ -56,20 +53,16 @@ from pretrain.model.gpt import build_model
 from pretrain.optim.health import SpikeDetector
 from pretrain.optim.zero import ZeroOptimizer
 from pretrain.platform import device_name, versions
-from pretrain.processes import in_background
-from pretrain.rundir.attempts import Owner, check_free, poisoned, read_attempts
+from pretrain.rundir.attempts import Owner, poisoned, read_attempts
 from pretrain.rundir.checkpoints import (
     Branch,
-    begin_partial,
-    checkpoint_directory,
     checkpoint_step,
     checkpoints_to_resume,
     find_checkpoint,
     new_id,
-    read_lineage,
     saved_checkpoints,
 )
-from pretrain.rundir.files import make_directory, publish_directory
+from pretrain.rundir.files import make_directory
 from pretrain.rundir.history import begins_branch, keeps_lines_of, recover, settle
 from pretrain.rundir.jobs import PROVENANCE, Provenance, check_num_steps, write_provenance
 from pretrain.rundir.metrics import evaluations_at
@@ -674,131 +667,3 @@ def _settle(config: RunConfig, start_point: StartPoint, attempt: Path | None) ->
             f"{config.directory}: {names} moved to {folder}, because training goes on from step "
             f"{start_point.step}"
         )
-
-
-# ---- Download the newest checkpoint of a store to an empty node ----
-
-
-POLL_SECONDS = 60.0
-"""The longest time for which the other ranks wait in a collective while rank 0 downloads."""
-
-
-def check_store(config: RunConfig, resume: str) -> None:
-    """Check that the packages for the run's URLs are installed. Every process calls this.
-
-    Raises:
-        ConfigError: A package is missing.
-    """
-    for url in (config.checkpoint.upload_to, resume if is_url(resume) else None):
-        if url is not None:
-            Store(split_checkpoint(url)[0])
-
-
-def bring(config: RunConfig, topology: Topology, resume: str) -> str:
-    """Download the checkpoint to resume from, if it is in a store. All ranks together.
-
-    With "auto" it is downloaded if checkpoint.upload_to has a checkpoint that descends from the
-    run's newest one, or if the run has none, as on the empty disk of another node.
-
-    Args:
-        config: The run.
-        topology: The processes' layout.
-        resume: "auto", "none", a path or a URL.
-
-    Returns:
-        The new value of `resume`: a path in place of a URL.
-
-    Raises:
-        ConfigError: The store holds no such checkpoint, or another run's.
-        RunFailed: The store cannot be read, or the checkpoint cannot be written.
-    """
-    is_stored = config.checkpoint.upload_to is not None and resume in ("auto", "none")
-    if not is_url(resume) and not is_stored:
-        return resume
-
-    def work() -> str:
-        with writing(config.directory):
-            return fetch(config, resume)
-
-    # On other ranks this is a placeholder whose result is never used.
-    download = in_background(work) if topology.is_main else Future[str]()
-    while not on_main(topology, lambda: bool(wait([download], POLL_SECONDS).done), bool):
-        pass
-    return on_main(topology, download.result, str)
-
-
-def fetch(config: RunConfig, resume: str) -> str:
-    """Do the work of `bring`, in one process."""
-    url = resume if is_url(resume) else config.checkpoint.upload_to
-    assert url is not None
-    base, name = split_checkpoint(url)
-    store = Store(base)
-    own = [saved for saved in saved_checkpoints(config.directory) if saved.is_sound]
-    try:
-        if url == config.checkpoint.upload_to:
-            store.check_is_of(config.directory, starts=True)
-        wanted = store.stored(name) if name else store.newest()
-    except StoreError as error:
-        if resume == "auto" and own:
-            say(f"warning: {error}. Training goes on from what is on the disk")
-            return resume
-        raise
-    if wanted is None:
-        if is_url(resume):
-            raise ConfigError(f"--resume {resume}: holds no complete checkpoint. Give another URL")
-        return resume
-    if resume == "none":
-        raise ConfigError(
-            f"checkpoint.upload_to = {url}: holds a run already, and --resume none would mix "
-            "another one with it. Resume (--resume auto), or set another URL"
-        )
-    if resume == "auto" and own:
-        newest = own[-1].lineage
-        assert newest is not None
-        if wanted.lineage.branches[0].id != newest.branches[0].id:
-            raise ConfigError(
-                f"checkpoint.upload_to = {url}: holds another run's checkpoints "
-                f"({wanted.name}), not those of {config.directory}. Set another URL"
-            )
-        if not newest.is_ancestor_of(wanted.lineage):
-            return resume
-    for stored in [wanted] if name else store.line_to(wanted):
-        final = checkpoint_directory(config.directory, stored.step)
-        there = read_lineage(final)
-        is_here = there is not None and there.id == stored.lineage.id
-        try:
-            if not is_here:
-                is_own = store.url == (config.checkpoint.upload_to or "").rstrip("/")
-                with_records = is_own and (resume == "auto" or not own)
-                _fetch_one(config, store, stored, with_records)
-        except DamagedCheckpoint as error:
-            say(f"warning: {error}. The checkpoint before it is tried")
-            continue
-        return resume if resume == "auto" else str(final)
-    raise ConfigError(
-        f"{store.url}: every checkpoint there is damaged. --resume one that is elsewhere"
-    )
-
-
-def _fetch_one(config: RunConfig, store: Store, stored: Stored, with_records: bool) -> None:
-    """Download a checkpoint under a hidden name, verify it, and give it its name."""
-    final = checkpoint_directory(config.directory, stored.step)
-    if supervised_attempt() is None:
-        # A supervisor would already hold the run.
-        check_free(config.directory)
-    if final.exists():
-        raise ConfigError(
-            f"{final}: is there already, and is not {store.url}/{stored.name}. Move it elsewhere, "
-            "or train in another run.directory"
-        )
-    say(f"{config.directory}: downloading {store.url}/{stored.name}, {stored.bytes / 1e9:.2f} GB")
-    partial = begin_partial(config.directory, stored.step, supervised_attempt())
-    try:
-        if with_records:
-            # First, because a checkpoint that is here is not downloaded again.
-            store.download_records(stored, config.directory)
-        store.download(stored, partial)
-        open_checkpoint(partial)
-        publish_directory(partial, final)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

@@ -15,6 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 from typer.testing import CliRunner
 
 from pretrain.checkpoint.format import DamagedCheckpoint
+from pretrain.checkpoint.load import fetch
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint.store import Rounds, Store, StoreError, Uploader
 from pretrain.checkpoint.tools import verify_checkpoint
@@ -22,7 +23,6 @@ from pretrain.cli.commands import app
 from pretrain.config import ConfigError, dump_config
 from pretrain.rundir.attempts import Attempt, RunBusy
 from pretrain.rundir.checkpoints import complete_checkpoints
-from pretrain.training.start import fetch
 from tests.conftest import tiny_config
 from tests.unit.saved import after, flip, save
 
