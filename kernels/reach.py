@@ -137,8 +137,7 @@ def _firsts(
         # Starts never decrease, so the first query of a block decides.
         first = torch.arange(num_queries % -queries, num_queries, queries).clamp(min=0)
         left_out = left_out.maximum(document_starts[:, None, first] // tile)
-    of_groups = left_out.amin(0).view(groups, q_SBHD.shape[2] // groups, -1)
-    return of_groups.amin(1) * tile
+    return left_out.amin(0).view(groups, q_SBHD.shape[2] // groups, -1).amin(1) * tile
 
 
 @torch.no_grad()

@@ -238,8 +238,7 @@ def _why_no_log(run: Path) -> str:
 
 def _write(lines: Iterable[bytes]) -> None:
     """Write lines to stdout: unchanged to a file or a pipe, made harmless for a terminal."""
-    is_terminal = sys.stdout.isatty()
-    sys.stdout.buffer.writelines(map(plain_output, lines) if is_terminal else lines)
+    sys.stdout.buffer.writelines(map(plain_output, lines) if sys.stdout.isatty() else lines)
     sys.stdout.buffer.flush()
 
 

@@ -230,8 +230,7 @@ def signal_seconds(run: TrainingRun) -> int:
             elif begin.phase == Phase.TRAINING and end.step > begin.step:
                 steps.append((end.at - begin.at) / (end.step - begin.step))
     save_seconds = max(saves, default=_checkpoint_seconds(run.config))
-    step_seconds = max(steps, default=STEP_SECONDS)
-    return EARLY_SECONDS + math.ceil(2 * save_seconds + step_seconds)
+    return EARLY_SECONDS + math.ceil(2 * save_seconds + max(steps, default=STEP_SECONDS))
 
 
 def start_seconds(run: Path, config: RunConfig) -> int:

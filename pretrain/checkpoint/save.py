@@ -409,8 +409,7 @@ def lay_out(rank: int, fragments: Iterable[Fragment]) -> tuple[Part, list[torch.
         if named.is_copy:
             continue
         for kind, flat in fragment.tensors.items():
-            end = fragment.start + flat.numel()
-            boxes = global_boxes(named.parts, fragment.start, end)
+            boxes = global_boxes(named.parts, fragment.start, fragment.start + flat.numel())
             pieces.append(Piece(f"{kind}/{named.name}", tuple(named.global_shape), boxes))
             tensors.append(flat)
     return Part(rank, tuple(pieces)), tensors

@@ -598,8 +598,7 @@ def plan(
     """
     from pretrain.plan.command import plan_run, read_target
 
-    target = read_target(gpus, gpu_type, network)
-    print(plan_run(config, overrides, target, out))
+    print(plan_run(config, overrides, read_target(gpus, gpu_type, network), out))
 
 
 @app.command()

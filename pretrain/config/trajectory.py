@@ -120,8 +120,7 @@ def differences(before: RunConfig, after: RunConfig) -> list[Difference]:
 
 def scheduled_changes(config: RunConfig, step: int) -> set[str]:
     """Return the keys that [[phases]] change after `step` steps: {} where no phase begins."""
-    parts = config.parts
-    borders = {after.first: (before, after) for before, after in pairwise(parts)}
+    borders = {after.first: (before, after) for before, after in pairwise(config.parts)}
     if step not in borders:
         return set()
     before, after = borders[step]

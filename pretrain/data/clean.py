@@ -300,8 +300,7 @@ def _load_keys(part: Part) -> tuple[Hashes, npt.NDArray[np.uint32]]:
     """Map the sorted keys of a task and their entries."""
     if not part.size:
         return np.empty(0, "<u8"), np.empty(0, "<u4")
-    shape = (3, part.size // _KEY_BYTES)
-    table = np.memmap(part.path, "<u4", "r", part.start, shape)
+    table = np.memmap(part.path, "<u4", "r", part.start, (3, part.size // _KEY_BYTES))
     return table[:2].reshape(-1).view("<u8"), table[2]
 
 

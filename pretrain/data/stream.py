@@ -431,8 +431,7 @@ def open_stream(config: RunConfig, split: Split, *, check_sizes: bool = True) ->
         RunFailed: As for TokenStream.
     """
     data = config.data
-    directory = f"{data.directory.rstrip('/')}/{split}"
-    stream = TokenStream(directory, check_sizes=check_sizes)
+    stream = TokenStream(f"{data.directory.rstrip('/')}/{split}", check_sizes=check_sizes)
     if stream.vocab_size != data.vocab_size:
         raise ConfigError(
             f"data.vocab_size = {data.vocab_size}: the data set in "

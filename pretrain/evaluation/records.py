@@ -520,8 +520,7 @@ def make_curves(records: Sequence[Record]) -> list[Curve]:
     curves = []
     for keys in members:
         sources = tuple(source for source, _ in keys)
-        lengths = sorted(found[keys[0]])
-        points = {n: tuple(found[key][n] for key in keys) for n in lengths}
+        points = {n: tuple(found[key][n] for key in keys) for n in sorted(found[keys[0]])}
         curves.append(Curve(names[sources], keys[0][1], sources, points))
     order = {key: i for i, key in enumerate(found)}
     return sorted(curves, key=lambda c: order[c.sources[0], c.protocol])

@@ -87,8 +87,7 @@ def run_schedule(
             batch = MaskedBatch(*map(platform.to_device, batch))
             return call_model(model, batch, length), lambda losses: own_loss(losses[batch.chosen])
         with _logits_of_last(chunk, last) if last < length else contextlib.nullcontext():
-            tokens = platform.to_device(batch)
-            return call_model(model, tokens, last, eos_id), own_loss
+            return call_model(model, platform.to_device(batch), last, eos_id), own_loss
 
     def own_loss(losses: Tensor) -> tuple[Tensor, Any]:
         # Undo a factor of Megatron's: it multiplies the loss by the number of context ranks, as if

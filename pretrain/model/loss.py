@@ -357,8 +357,7 @@ def _all_tokens(hidden: Tensor, options: Options) -> Tensor:
     if not options.sequence_parallel:
         return hidden.reshape(-1, hidden.shape[-1])
     assert options.group
-    size = (hidden.shape[0] * options.group.size(), *hidden.shape[1:])
-    gathered = hidden.new_empty(size)
+    gathered = hidden.new_empty((hidden.shape[0] * options.group.size(), *hidden.shape[1:]))
     dist.all_gather_into_tensor(gathered, hidden.contiguous(), group=options.group)
     return gathered.view(-1, hidden.shape[-1])
 

@@ -117,8 +117,7 @@ def check_reach(config: RunConfig) -> None:
 
 def slopes_of(chunk: GPTModel) -> Tensor:
     """Return the current slopes of this rank's heads, fp64 [H] on the CPU; see `check_reach`."""
-    device = next(chunk.parameters()).device
-    terms = chunk.position.score_terms(device, 0)
+    terms = chunk.position.score_terms(next(chunk.parameters()).device, 0)
     return terms["slopes"].detach().double().cpu()  # type: ignore[no-any-return]
 
 

@@ -438,8 +438,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's mo
     def to_device(self, tensor: Tensor) -> Tensor:
         """Return a copy of a host's tensor on the device, without counting the copy."""
         with self.paused():
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-            return copy.copy_(tensor)
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
 
     def __enter__(self) -> Counter:
         self._functions.__enter__()  # type: ignore[no-untyped-call]  # torch's

@@ -470,8 +470,7 @@ class Step:
         most = max(sum(seen[i : i + heads]) for i in range(0, len(seen), heads))
         flops = 4 * most * config.head_dim * self.num_layers * self.tokens
         kept = Activations(config, self.device.is_modern)
-        is_slow = kept.uses_mask or kept.is_scored
-        flops /= self.device.masked if is_slow else 1
+        flops /= self.device.masked if (kept.uses_mask or kept.is_scored) else 1
         rates = self.device.attention_tflops
         forward, backward = 1e3 * flops / (rates[0] * 1e12), 1e3 * 2.5 * flops / (rates[1] * 1e12)
         if kept.is_scored:
@@ -679,8 +678,7 @@ class Step:
         last = len(self.config.layers_per_chunk) - 1
         # A chunk sends to the next chunk and to the previous one.
         chunks = chunk_layers(self.config, self.stage.number)
-        times = sum((n > 0) + (n < last) for n, _ in chunks)
-        calls = times * self.layout.num_microbatches
+        calls = sum((n > 0) + (n < last) for n, _ in chunks) * self.layout.num_microbatches
         return calls * self.activations.stream, calls
 
     def lines(self) -> Lines:

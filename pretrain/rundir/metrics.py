@@ -283,8 +283,7 @@ def copy_after(path: Path, step: int, copy: Path) -> None:
         step: The last step whose records are left out.
         copy: The file to write.
     """
-    records = (record for record in read_metrics(path) if record["step"] > step)
-    _write_all(copy, records)
+    _write_all(copy, (record for record in read_metrics(path) if record["step"] > step))
 
 
 def lines_until(path: Path, step: int) -> Iterator[bytes]:

@@ -445,8 +445,7 @@ def _write(
     rank = ranks[0] if len(ranks) == 1 else None
     place = None if rank is None else found.everyone[rank]
     host, device = (None, None) if place is None else (place.host, place.device)
-    since = ledger.proven.state.step
-    diagnosis = Diagnosis(cause, step, rank, host, device, what, since)
+    diagnosis = Diagnosis(cause, step, rank, host, device, what, ledger.proven.state.step)
     try:
         diagnosis.write(attempt)
     except OSError as error:

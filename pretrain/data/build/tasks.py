@@ -439,8 +439,7 @@ def undone(finals: list[Path]) -> list[int]:
         if folder.is_dir():
             os.listdir(folder)
     with ThreadPoolExecutor(READERS) as pool:
-        found = pool.map(is_done, finals)
-        return [rank for rank, done in enumerate(found) if not done]
+        return [rank for rank, done in enumerate(pool.map(is_done, finals)) if not done]
 
 
 def run_locally(folder: BuildFolder, stage: Stage, finals: list[Path], workers: int) -> None:
