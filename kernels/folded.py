@@ -112,10 +112,7 @@ def attention_folded(
     q = _widened(q_SBHD, _cached_query_columns(bias.slopes, scale, q_SBHD.dtype))
     # The backward pass keeps q, k and v. The widened q and k are copies, so v must be one too: a
     # view of the fused qkv projection would keep the whole projection in memory.
-    if _takes_narrow_values(q):
-        value_width = aligned(width)
-    else:
-        value_width = q.shape[3]
+    value_width = aligned(width) if _takes_narrow_values(q) else q.shape[3]
     if value_width == width:
         v_SBGD = v_SBGD.contiguous()
     else:
@@ -146,21 +143,17 @@ def _cached_query_columns(slopes: Tensor, scale: float, dtype: torch.dtype) -> T
     if slopes.is_inference():
         # Not cached, because inference tensors have no version counter to detect changes.
         return query_columns(slopes, scale, dtype)
-    mode = active_fake_mode()
-    return _query_columns_of_version(slopes, slopes._version, scale, dtype, mode)
+    version = slopes._version, active_fake_mode()
+    return _query_columns_of_version(slopes, scale, dtype, version)
 
 
 @lru_cache(maxsize=16)
+@torch.inference_mode(False)
 def _query_columns_of_version(
-    slopes: Tensor,
-    version: int,
-    scale: float,
-    dtype: torch.dtype,
-    mode: FakeTensorMode | None,
+    slopes: Tensor, scale: float, dtype: torch.dtype, version: object
 ) -> Tensor:
     # A tensor is a key by its identity, and so is a mode (see `_cached_key_columns`).
-    with torch.inference_mode(False):
-        return query_columns(slopes, scale, dtype)
+    return query_columns(slopes, scale, dtype)
 
 
 def query_columns(slopes: Tensor, scale: float, dtype: torch.dtype) -> Tensor:

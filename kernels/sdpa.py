@@ -58,10 +58,10 @@ def attention_sdpa(
 ) -> Tensor:
     """Compute attention by torch's fused kernels, a block of queries at a time.
 
-    The mask in memory has at most QUERY_BLOCK queries by all keys. On a CPU, torch computes dropout
-    and masks that need a gradient by its unfused path, which stores the scores. On a GPU, heads
-    whose width is not a multiple of ALIGNMENT are padded with zeros, which change neither scores
-    nor output.
+    Bias, causality and documents are in a mask, which has at most QUERY_BLOCK queries by all keys
+    in memory. On a CPU, torch computes dropout and masks that need a gradient by its unfused path,
+    which stores the scores. On a GPU, heads whose width is not a multiple of ALIGNMENT are padded
+    with zeros, which change neither scores nor output.
 
     Args:
         q_SBHD: Queries, [queries, B, H, D].
@@ -82,56 +82,26 @@ def attention_sdpa(
         # The default scale depends on the width before padding.
         scale = width**-0.5 if scale is None else scale
         q, k, v = (pad(x, (0, aligned(width) - width)) for x in (q_SBHD, k_SBGD, v_SBGD))
-        out = attention_sdpa(q, k, v, bias, scale, dropout_p, document_starts, skip)
-        return out[..., :width]
+        padded = attention_sdpa(q, k, v, bias, scale, dropout_p, document_starts, skip)
+        return padded[..., :width]
     if document_starts is None and not needs_mask(q_SBHD, k_SBGD, bias):
         # On a CPU, torch computes dropout only by its unfused path.
         with only_fused() if q_SBHD.is_cuda else contextlib.nullcontext():
             return sdpa_without_bias(q_SBHD, k_SBGD, v_SBGD, scale, dropout_p, bias.causal)
     dtype = q_SBHD.dtype
-    biased = bias.slopes is not None or bias.table is not None
-    if q_SBHD.is_cuda and biased:
+    if q_SBHD.is_cuda and (bias.slopes is not None or bias.table is not None):
         # On CUDA the fused kernel for masks needs mask and q in the same dtype, and a mask in half
         # precision cannot distinguish far keys. On a CPU the kernel takes an fp32 mask with
         # half-precision q (torch 2.13, FlashAttentionKernel.cpp).
         q_SBHD, k_SBGD, v_SBGD = q_SBHD.float(), k_SBGD.float(), v_SBGD.float()
-    qkv = q_SBHD, k_SBGD, v_SBGD
-    return _with_mask(*qkv, bias, scale, dropout_p, document_starts, skip).to(dtype)
-
-
-def _with_mask(
-    q_SBHD: Tensor,
-    k_SBGD: Tensor,
-    v_SBGD: Tensor,
-    bias: ScoreBias,
-    scale: float | None,
-    dropout_p: float,
-    document_starts: Tensor | None,
-    skip: bool | None,
-) -> Tensor:
-    """Compute attention with the bias, causality and documents in a mask, block by block.
-
-    Args:
-        q_SBHD: Queries, [queries, B, H, D].
-        k_SBGD: Keys, [keys, B, G, D], where G divides H.
-        v_SBGD: Values, [keys, B, G, D].
-        bias: Bias of this rank's heads, and whether attention is causal.
-        scale: Factor of the products q k^T; 1 / sqrt(D) if None.
-        dropout_p: Probability that a weight is dropped.
-        document_starts: As in `pretrain.kernels.dispatch.attention`, or None.
-        skip: The same.
-
-    Returns:
-        The output, [queries, B, H, D].
-    """
     q, k, v = equal = _with_equal_heads(q_SBHD, k_SBGD, v_SBGD, masked=True)
     q, k, v = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
     num_queries, num_keys = q.shape[2], k.shape[2]
     # Without a bias the mask consists of 0 and -inf, which every dtype can hold. The mask has the
     # dtype of fp64 queries, because torch's CPU kernel misreads an fp32 mask with these, without an
     # error (torch 2.13: outputs differ by 3).
-    dtype = q.dtype if q.is_cuda or q.dtype == torch.float64 else torch.float32
-    size = num_queries, num_keys, dtype, q.device
+    mask_dtype = q.dtype if q.is_cuda or q.dtype == torch.float64 else torch.float32
+    size = num_queries, num_keys, mask_dtype, q.device
     attend = partial(
         scaled_dot_product_attention,
         scale=scale,
@@ -146,13 +116,13 @@ def _with_mask(
         mode = q.fake_mode if isinstance(q, FakeTensor) else None
         mask = (_kept_mask if is_kept else _small_mask)(bias, size, version, mode)
         mask = _within_documents(mask, document_starts)
-        return attend(q, k, v, attn_mask=mask).permute(2, 0, 1, 3)
+        return attend(q, k, v, attn_mask=mask).permute(2, 0, 1, 3).to(dtype)
     added = _added(bias, size)
     windows = _windows(equal, bias, scale, dropout_p, document_starts, skip)
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, added))
     starts = None if document_starts is None else document_starts.flip(1)
     out: Tensor = _Blocks.apply(q.flip(2), k, v, added, starts, windows, attend, wanted)  # type: ignore[no-untyped-call]  # torch leaves Function.apply untyped
-    return out.flip(2).permute(2, 0, 1, 3)
+    return out.flip(2).permute(2, 0, 1, 3).to(dtype)
 
 
 Size = tuple[int, int, torch.dtype, torch.device]
