@@ -37,7 +37,7 @@ def fail(cluster: Cluster, run: ScriptedRun, failure: str) -> str | None:
     """Cause a failure of rank 1. Returns its node if that has to be started again."""
     pid, node = run.ranks()[1]
     if failure.startswith("a node"):
-        cluster.kill_node(node)
+        cluster.kill(node)
         return node
     os.kill(pid, signal.SIGKILL if "killed" in failure else signal.SIGSTOP)
     return None

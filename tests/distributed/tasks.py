@@ -742,5 +742,4 @@ def initial_weights(config: RunConfig) -> dict[str, Tensor]:
     from pretrain.model.gpt import build_model
 
     topology = initialize(config)
-    chunks = build_model(config)
-    return _assemble(chunks, lambda p: p, average_over=topology.layout.data)
+    return _assemble(build_model(config), lambda p: p, average_over=topology.layout.data)

@@ -112,8 +112,7 @@ def test_the_triton_kernel_parts_documents_in_the_model(pools):
 def test_the_comparison_would_notice_samples_as_one_text(pools, variant):
     """Without the key, losses differ by far more than the tolerance after the first document."""
     state, losses, _ = alone(variant)
-    config = config_of(variant, {})
-    result = pools(1).run(packed, config, state, sample_tokens(), None)[0]
+    result = pools(1).run(packed, config_of(variant, {}), state, sample_tokens(), None)[0]
     difference = (result["losses"] - losses).abs()
     # The first three samples and the last token's row have no border within their inputs, or none
     # that a prediction stands behind.
@@ -137,8 +136,7 @@ def test_a_run_parts_documents_at_its_tokenizers_end_token(pools, tiny_data, tmp
     data = {"directory": str(tiny_data), "per_document_attention": parted}
     config = tiny_config(run={"directory": str(tmp_path)}, data=data)
     eos_id = load_tokenizer(tiny_data / MODEL).eos_id
-    expected = [eos_id] if parted else [None]
-    assert pools(1).run(eos_id_in_a_step, config)[0] == expected
+    assert pools(1).run(eos_id_in_a_step, config)[0] == ([eos_id] if parted else [None])
 
 
 def test_a_run_whose_attention_ignores_the_documents_is_not_started(pools):

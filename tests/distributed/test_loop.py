@@ -21,8 +21,7 @@ def _config(directory, data, **sections):
 
 def test_steps_do_not_wait_for_their_log(pools, tiny_data, tmp_path):
     """Step 4 is saved and step 7 is the last, so their numbers are needed before going on."""
-    config = _config(tmp_path / "run", tiny_data)
-    [events] = pools(1).run(tasks.order_of_events, config)
+    [events] = pools(1).run(tasks.order_of_events, _config(tmp_path / "run", tiny_data))
     assert events == [
         *[("queue", 1), ("queue", 2), ("read", 1), ("queue", 3), ("read", 2)],
         *[("queue", 4), ("read", 3), ("read", 4), ("save", 4)],

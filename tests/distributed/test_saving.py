@@ -86,8 +86,7 @@ def test_a_failure_beside_training_ends_all_ranks_soon(
 
 def test_signals_to_all_processes_of_a_job_do_not_end_a_write(pools, tiny_data, tmp_path):
     config = _config(tmp_path / "run", tiny_data)
-    results = pools(2).run(train_with_a_bad_writer, config, "signals", 0)
-    assert results == ["", ""]
+    assert pools(2).run(train_with_a_bad_writer, config, "signals", 0) == ["", ""]
     assert len(complete_checkpoints(tmp_path / "run")) == 3
 
 

@@ -157,8 +157,7 @@ def test_a_rollback_skips_exactly_the_data_up_to_the_spike(pools, tiny_data, tmp
 
 
 def test_a_run_goes_back_to_a_checkpoint_a_few_times_only(pools, tiny_data, tmp_path):
-    directory = tmp_path / "run"
-    config = _config(directory, tiny_data, {}, "rollback", spike_max_rollbacks=2)
+    config = _config(tmp_path / "run", tiny_data, {}, "rollback", spike_max_rollbacks=2)
     [result] = pools(1).run(tasks.train_on_bad_data, config, BAD[0], 10_000)
     assert result["code"] == ExitCode.POISONED and result["saved"] == ["step-00000009"]
     assert (

@@ -306,8 +306,7 @@ def explained(done: Done, code: int, *words: object) -> None:
     """
     assert done.code == code, done.text
     assert "Traceback" not in done.text, done.text
-    lines = done.err.splitlines()
-    assert any(line.startswith("error: ") for line in lines), done.err
+    assert any(line.startswith("error: ") for line in done.err.splitlines()), done.err
     assert all(str(word) in done.err for word in words), (words, done.err)
 
 

@@ -72,8 +72,7 @@ def test_shares_change_only_where_it_is_allowed_and_corpora_go_on(
     workspace, config, blended, refused
 ):
     run = workspace / "runs/blended"
-    first = config_of(workspace, config, blended, "first")
-    succeeds("train", first)
+    succeeds("train", config_of(workspace, config, blended, "first"))
     # 8 steps of 8 samples: the 21st of books comes in the 7th step, as does the 31st of news.
     begun = {r["step"]: {k: v for k, v in r.items() if "begun" in k} for r in metrics(run)}
     assert begun[7] == {"begun_pass_of_books": 2, "begun_pass_of_news": 2}

@@ -144,8 +144,7 @@ def test_a_record_says_what_it_stands_on(run, tiny_data, tmp_path):
 def test_other_positions_are_named_and_compared_with_the_runs_own(run, tmp_path):
     out, end = tmp_path / "curve.json", ["--protocols", "nonoverlapping", "--max-tokens", "2048"]
     options = ["--lengths", "64", *end, "--out", out]
-    halved = sets("position.slopes={factor=0.5}")
-    done = succeeds("evaluate", run, *options, *halved)
+    done = succeeds("evaluate", run, *options, *sets("position.slopes={factor=0.5}"))
     own, changed = curve(out)
     assert changed["method"] == "alibi, evaluated with position.slopes = {factor = 0.5}"
     # Its own comes from its training loop, which has measured the same text at the same length.

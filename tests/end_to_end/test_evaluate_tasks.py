@@ -61,8 +61,7 @@ def test_stock_transformers_gives_the_same(workspace, run, measured, tiny_data):
             losses = F.cross_entropy(logits, targets, reduction="none").double()
             greedy = {"max_new_tokens": scored, "do_sample": False, "eos_token_id": None}
             done = model.generate(prompt[None], **greedy)[0, -scored:] if right else targets + 1
-            exact = float(torch.equal(done, targets))
-            found.append([losses.mean().item(), right, exact])
+            found.append([losses.mean().item(), right, float(torch.equal(done, targets))])
         return np.array(found)
 
     text = Text(TokenStream(tiny_data / "validation"))

@@ -60,8 +60,7 @@ def test_a_full_disk_ends_the_run_once(config, disk):
     assert os.listdir(run / "checkpoints") == [saved.name] and users.exists()
     users.unlink()
     done = succeeded(forked([*LAUNCHER, "local", str(config), "--nproc", "1", *settings]))
-    steps = [r["step"] for r in metrics(run) if "evaluation" not in r]
-    assert steps == list(range(1, 9))
+    assert [r["step"] for r in metrics(run) if "evaluation" not in r] == list(range(1, 9))
 
 
 def test_every_command_that_finds_the_disk_full_has_one_exit_code(config, disk, workspace):

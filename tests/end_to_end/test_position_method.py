@@ -151,8 +151,7 @@ def test_it_is_evaluated(toy):
 
 def test_it_is_planned(toy):
     words = ["--gpus", "4", "--gpu-type", "h200", *sets("train.precision=bf16")]
-    done = succeeds("plan", toy / "config.toml", *words)
-    assert ", toy, " in done.out
+    assert ", toy, " in succeeds("plan", toy / "config.toml", *words).out
     config = load_config(toy / "config.toml", ["train.precision=bf16"])
     assert attention_backend(config, is_modern=True) == "triton"
 

@@ -28,8 +28,7 @@ def command(config: Path, run: Path, store: Path, steps: int, *options: object) 
         f"checkpoint.upload_to=file://{store}", "evaluation.interval_steps=100",
         "evaluation.lengths=[32]", "evaluation.max_tokens=512",
     ]  # fmt: skip
-    words = sets(*settings)
-    return ["train", config, *words, *options]
+    return ["train", config, *sets(*settings), *options]
 
 
 def train(config: Path, run: Path, store: Path, steps: int, *options: object) -> Done:

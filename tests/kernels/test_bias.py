@@ -54,8 +54,7 @@ def test_attention_is_that_of_the_methods_papers(method, keys, sides):
         train={"objective": sides},
         model={"num_attention_heads": of_model, "hidden_size": 12 * of_model},
     )
-    generator = torch.Generator().manual_seed(1)
-    double = {"dtype": torch.float64, "generator": generator}
+    double = {"dtype": torch.float64, "generator": torch.Generator().manual_seed(1)}
     if method in CONTENT:
         shapes = CONTENT[method].shapes(config)
         own = {name: 0.5 * torch.randn(shape, **double) for name, shape in shapes.items()}

@@ -87,8 +87,7 @@ def test_a_chosen_backend_does_not_refuse(bias, capability, dtype, head_dim, cau
         with pytest.raises(ValueError, match="bf16 on this GPU"):
             choose_backend(described)
         return
-    chosen = choose_backend(described).backend
-    assert REFUSALS[chosen](described) is None
+    assert REFUSALS[choose_backend(described).backend](described) is None
 
 
 def test_named_backends_refuse_what_they_cannot_serve():

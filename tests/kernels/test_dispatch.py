@@ -289,8 +289,7 @@ class Mixed(NamedTuple):
 def test_a_function_of_scores_is_exact_forward_and_backward(case, dtype, window):
     """In blocks of 256 queries, each computed again in the backward pass."""
     qkv, arguments = make(case, dtype)
-    heads = qkv[0].shape[2]
-    learned = torch.linspace(-1, 1, heads).requires_grad_()
+    learned = torch.linspace(-1, 1, qkv[0].shape[2]).requires_grad_()
     arguments = {"causal": arguments["causal"], "learned": learned}
     if arguments["causal"]:
         start = (len(qkv[1]) - len(qkv[0])) // 2

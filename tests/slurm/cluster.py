@@ -124,14 +124,22 @@ class Cluster:
     def stop(self) -> None:
         """Kill every process of the cluster, including its jobs, and remove its files."""
         for name in [*self.nodes, CONTROLLER, "munged"]:
-            self._kill(name)
+            self.kill(name)
         self._holds_ports.close()
         shutil.rmtree(self.root, ignore_errors=True)
 
     # ---- its parts ----
-    def kill_node(self, node: str) -> None:
-        """Kill a node and all that runs on it, as a power cut does. Slurm is not told."""
-        self._kill(node)
+    def kill(self, name: str) -> None:
+        """Kill a daemon with all processes of its namespace, as a power cut does.
+
+        Slurm is not told. Does nothing if there is no such daemon.
+        """
+        if name not in self._daemons:
+            return
+        # When process 1 of a PID namespace is killed, the kernel kills all others in it.
+        with contextlib.suppress(OSError):
+            os.kill(self._init(name), signal.SIGKILL)
+        self._daemons.pop(name).wait()
 
     def start_node(self, node: str) -> None:
         """Boot a node and wait until Slurm may use it again."""
@@ -168,7 +176,7 @@ class Cluster:
             if saved.exists() and saved.stat().st_ino != before:
                 break
             time.sleep(0.05)
-        self._kill(CONTROLLER)
+        self.kill(CONTROLLER)
 
     def start_controller(self) -> None:
         """Start slurmctld from its saved state and wait until it answers."""
@@ -235,24 +243,19 @@ class Cluster:
         words = self.run("scontrol", "--oneliner", "show", "job", job_id).stdout.split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait_for_job(
-        self,
-        job_id: str,
-        states: Iterable[str] = ("COMPLETED",),
-        seconds: float = TIMEOUT_SECONDS,
-    ) -> dict[str, str]:
+    def wait_for_job(self, job_id: str, states: Iterable[str] = ("COMPLETED",)) -> dict[str, str]:
         """Wait until a job is in one of `states` and return its fields.
 
-        The test fails when the job ends in another state, or after `seconds`.
+        The test fails when the job ends in another state, or after TIMEOUT_SECONDS.
         """
         wanted = set(states)
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + TIMEOUT_SECONDS
         while (fields := self.job(job_id)).get("JobState") not in wanted:
             assert fields.get("JobState") not in OVER, (
                 f"job {job_id}: {fields}, waited for {wanted}"
             )
             assert time.monotonic() < deadline, (
-                f"job {job_id}: {fields} after {seconds} s, waited for {wanted}"
+                f"job {job_id}: {fields} after {TIMEOUT_SECONDS} s, waited for {wanted}"
             )
             time.sleep(0.1)
         return fields
@@ -294,17 +297,12 @@ class Cluster:
             os.mknod(self.root / f"dev/nvidia{gpu}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
         names = "".join(f"127.0.0.1 {name}\n" for name in [CONTROLLER, *self.nodes])
         (self.root / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
-        conf = slurm_conf(
-            self.root,
-            CONTROLLER,
-            self._ports[0],
-            dict(zip(self.nodes, self._ports[1:])),
-            self.cpus,
-            self.gpus,
-        )
-        (self.root / "slurm.conf").write_text(conf)
-        (self.root / "gres.conf").write_text(gres_conf(self.root, self.gpus))
-        (self.root / "cgroup.conf").write_text(cgroup_conf())
+        (self.root / "slurm.conf").write_text(slurm_conf(self, self._ports))
+        # Slurm puts the numbers of the fake GPUs in CUDA_VISIBLE_DEVICES.
+        gpus = f"Name=gpu File={self.root}/dev/nvidia[0-{self.gpus - 1}] Flags=nvidia_gpu_env"
+        (self.root / "gres.conf").write_text(f"AutoDetect=off\n{gpus}\n" if self.gpus else "")
+        # Without it slurmd uses the machine's. The cluster has no cgroups.
+        (self.root / "cgroup.conf").write_text("ConstrainCores=no\n")
         self.without_pyxis = build_pyxis(self.root, Path(PREFIX, "include") if PREFIX else None)
 
     def _spawn_node(self, node: str) -> None:
@@ -357,15 +355,6 @@ class Cluster:
                 stderr=output,
                 start_new_session=True,
             )
-
-    def _kill(self, name: str) -> None:
-        """Kill a daemon (SIGKILL), with all processes of its namespace, and wait for its end."""
-        if name not in self._daemons:
-            return
-        # When process 1 of a PID namespace is killed, the kernel kills all others in it.
-        with contextlib.suppress(OSError):
-            os.kill(self._init(name), signal.SIGKILL)
-        self._daemons.pop(name).wait()
 
     def _init(self, name: str) -> int:
         """Return process 1 of a daemon's namespace, or the daemon itself if it has none."""
@@ -429,23 +418,18 @@ PARTITIONS = {
 becomes of a preempted job. Jobs of "main" are never preempted; "main" and "high" preempt "low"."""
 
 
-def slurm_conf(
-    root: Path, controller: str, port: int, nodes: Mapping[str, int], cpus: int, gpus: int
-) -> str:
+def slurm_conf(cluster: Cluster, ports: Sequence[int]) -> str:
     """Return the slurm.conf of a cluster whose daemons all listen on 127.0.0.1.
 
     Args:
-        root: The cluster's directory.
-        controller: The hostname of slurmctld.
-        port: The port of slurmctld.
-        nodes: The port of each node's slurmd. All nodes are in each of PARTITIONS.
-        cpus: Processors per node.
-        gpus: GPUs per node.
+        cluster: The cluster. All of its nodes are in each of PARTITIONS.
+        ports: The port of slurmctld, then that of each node's slurmd.
     """
-    resources = f"CPUs={cpus} RealMemory=64000 Gres=gpu:{gpus}"
+    root, (controller_port, *node_ports) = cluster.root, ports
+    resources = f"CPUs={cluster.cpus} RealMemory=64000 Gres=gpu:{cluster.gpus}"
     lines = [
         f"NodeName={node} NodeAddr=127.0.0.1 Port={port} {resources} State=UNKNOWN"
-        for node, port in nodes.items()
+        for node, port in zip(cluster.nodes, node_ports, strict=True)
     ]
     partitions = [
         f"PartitionName={name} Nodes=ALL {settings} MaxTime=INFINITE State=UP"
@@ -453,8 +437,8 @@ def slurm_conf(
     ]
     return f"""\
 ClusterName=tests
-SlurmctldHost={controller}(127.0.0.1)
-SlurmctldPort={port}
+SlurmctldHost={CONTROLLER}(127.0.0.1)
+SlurmctldPort={controller_port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -490,20 +474,6 @@ PreemptMode=REQUEUE
 {chr(10).join(lines)}
 {chr(10).join(partitions)}
 """
-
-
-def gres_conf(root: Path, gpus: int) -> str:
-    """Return gres.conf with the fake GPUs, whose numbers Slurm puts in CUDA_VISIBLE_DEVICES."""
-    return (
-        f"AutoDetect=off\nName=gpu File={root}/dev/nvidia[0-{gpus - 1}] Flags=nvidia_gpu_env\n"
-        if gpus
-        else ""
-    )
-
-
-def cgroup_conf() -> str:
-    """Return a cgroup.conf, without which slurmd uses the machine's. The cluster has no cgroups."""
-    return "ConstrainCores=no\n"
 
 
 # ---- pyxis ---------------------------------------------------------------------------------------

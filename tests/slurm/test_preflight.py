@@ -184,7 +184,7 @@ def test_what_is_the_run_s_fault_excludes_nobody_and_a_signal_ends_the_check(ben
 @pytest.mark.torture
 def test_a_dead_node_is_named_before_slurm_knows_of_it(bench: Bench) -> None:
     node = bench.nodes[2]
-    bench.cluster.kill_node(node)
+    bench.cluster.kill(node)
     faults = bench.check(bench.fake())
     assert list(faults) == [node] and "Slurm starts no processes there (Comm" in faults[node]
     bench.check_nothing_is_left()

@@ -47,10 +47,9 @@ def test_killed_and_stopped_ranks_start_again_in_the_same_job(script: Script) ->
 def test_a_spare_node_takes_the_place_of_one_that_dies(script: Script) -> None:
     run = script.submit("spare", "recovery.spare_nodes=1")
     ranks = run.wait_for_training(1)
-    held = script.cluster.job(run.job_id)
-    assert held["NumNodes"] == "3" and len(ranks) == 2
+    assert script.cluster.job(run.job_id)["NumNodes"] == "3" and len(ranks) == 2
     dead = ranks[1][1]
-    script.cluster.kill_node(dead)
+    script.cluster.kill(dead)
     first = run.wait_for_end(1)
     # The watchdog may be faster than Slurm.
     assert first.outcome in ("failed", "hung") and first.nodes == (dead,), first
@@ -97,7 +96,7 @@ def test_the_batch_host_of_a_job_with_spare_nodes_dies(script: Script) -> None:
     run = script.submit("host", "recovery.spare_nodes=1")
     run.wait_for_training(1)
     host = script.cluster.job(run.job_id)["BatchHost"]
-    script.cluster.kill_node(host)
+    script.cluster.kill(host)
     wait_for(lambda: script.cluster.job(run.job_id)["Restarts"] == "1")
     run.wait_for_training(2)
     assert host not in run.nodes()

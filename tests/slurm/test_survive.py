@@ -100,7 +100,7 @@ def test_a_killed_controller_a_killed_node_and_a_stopped_rank(
     run.wait_for_step(1, 13)
 
     node = cluster.job(run.job_id)["BatchHost"]
-    cluster.kill_node(node)
+    cluster.kill(node)
     run.wait_for_step(2, 3)
     assert node not in {other for _, other in run.ranks().values()}
 

@@ -125,8 +125,7 @@ def test_of_two_starters_one_wins_200_times(tmp_path):
         assert sorted(os.listdir(run / "attempts")) == [
             f"{n:04d}" for n in range(1, which + 1)
         ]  # nothing left over
-        winner = read_attempts(run)[-1].owner.pid
-        assert winner in [racer.pid for racer in racers]
+        assert read_attempts(run)[-1].owner.pid in [racer.pid for racer in racers]
     for racer in racers:
         racer.stdin.close()
         assert racer.wait(TIMEOUT_SECONDS) == 0

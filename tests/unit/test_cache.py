@@ -81,8 +81,7 @@ def test_a_query_for_a_key_on_the_host_brings_it_back():
     q[:1800] *= 1e-3
     k[100, :, 0] *= 500
     q[1800:, :, 1] = k[100, :, 0] / 10
-    cache = KeyCache([math.inf, math.inf])
-    out, kept = passed(cache, texts, slopes, [200] * 12)
+    out, kept = passed(KeyCache([math.inf, math.inf]), texts, slopes, [200] * 12)
     equals_dense(out, texts, slopes)
     # Before it the key was on the host, and without it the output is another one.
     assert kept[8].fetches == 0 < kept[8].host

@@ -206,8 +206,7 @@ def test_siblings_differ_in_what_their_names_say_alone(family):
         found = differing(a, b)
         may = follows if length_a != length_b else set()
         assert expected <= found <= expected | may, (a, b)
-    steps = {config_of(run).tokens_per_step for run in siblings}
-    assert len(steps) == 1
+    assert len({config_of(run).tokens_per_step for run in siblings}) == 1
 
 
 @pytest.mark.parametrize("run", [run for run, (family, _, _) in RUNS.items() if "h100" in family])
@@ -219,8 +218,7 @@ def test_the_overlay_for_newer_gpus_changes_precision_and_micro_batch_alone(run)
 
 def test_micro_batches_hold_equally_many_tokens():
     for run, (family, _, length) in RUNS.items():
-        config = config_of(run)
-        tokens = config.batch.micro_batch_size * length
+        tokens = config_of(run).batch.micro_batch_size * length
         most = {"cc100_roberta/h100": 8192}.get(family, 2048 if "cc100" in family else 3072)
         # 3072 is no multiple of 2048.
         assert tokens == (2048 if (most, length) == (3072, 2048) else most), run
@@ -251,8 +249,7 @@ FAIRSEQ_WIKI103 = 246_933_504
 def test_the_word_level_models_have_the_parameters_of_fairseqs(run):
     """The paper's 247M, exactly."""
     biases = 8 * 32 if RUNS[run][1] == "t5" else 0
-    found = num_parameters(config_of(run))
-    assert found == FAIRSEQ_WIKI103 + biases
+    assert num_parameters(config_of(run)) == FAIRSEQ_WIKI103 + biases
 
 
 @pytest.mark.parametrize("run", [run for run in RUNS if "bookcorpus" in run])

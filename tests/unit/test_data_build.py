@@ -163,8 +163,7 @@ def test_no_document_vanishes_without_being_counted(tmp_path, deduplicate, monke
         bytes_per_task=20_000,
     )
     build(settings, workers=1)
-    found = report(tmp_path / "data")
-    counts = found["corpora"]["text"]["counts"]
+    counts = report(tmp_path / "data")["corpora"]["text"]["counts"]
     kept = Counter(documents(tmp_path / "data/train"))
     validation = Counter(documents(tmp_path / "data/validation"))
     left = sum(counts.get(f"{r}.documents", 0) for r in ("held_out", "duplicates", "contaminated"))

@@ -110,8 +110,7 @@ def test_webdataset_reads_one_document_a_sample(tmp_path):
     write_tar(tmp_path / "a.tar", members)
     write_tar(tmp_path / "b.tar.gz", [("x.json", b'{"text": "j"}')], "w:gz")
     assert texts(section("webdataset", tmp_path / "a.tar")) == ["one", "", *map(str, range(30))]
-    data = section("webdataset", tmp_path / "b.tar.gz", text_field="json")
-    assert texts(data) == ["j"]
+    assert texts(section("webdataset", tmp_path / "b.tar.gz", text_field="json")) == ["j"]
 
 
 @pytest.mark.parametrize("suffix", PACK)

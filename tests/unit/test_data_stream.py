@@ -46,8 +46,7 @@ def test_tarfile_and_numpy_find_the_tokens_where_the_arithmetic_says(tmp_path, v
             for number, member in enumerate(tar):
                 file.seek(member.offset_data)
                 found = np.load(file)
-                size = found.nbytes
-                assert file.tell() - size == number * layout.block_bytes + 640
+                assert file.tell() - found.nbytes == number * layout.block_bytes + 640
                 assert np.array_equal(found, text[number * block : (number + 1) * block])
         assert number == -(-tokens // block) - 1
 

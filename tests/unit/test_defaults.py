@@ -68,8 +68,7 @@ def defaults(model: BaseModel, written: Mapping[str, Any], table: str = "") -> I
                 deeper = f"{table}{name}." if each is value else f"{table}{name}.{key}."
                 yield from defaults(each, here if each is value else here[key], deeper)
         elif name not in written and field.default is not None:
-            default = model.model_dump(mode="json", include={name})[name]
-            yield f"{table}{name}", default
+            yield f"{table}{name}", model.model_dump(mode="json", include={name})[name]
 
 
 def nested(key: str, value: Any) -> dict[str, Any]:

@@ -154,8 +154,7 @@ MAX_LENGTH = 2048
 @pytest.fixture(scope="session")
 def tokenizer_path(tmp_path_factory) -> Path:
     """A SentencePiece model with the settings of `pretrain data build`, on text in every Python."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    return train_tokenizer(folder / "tokenizer")
+    return train_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer")
 
 
 def train_tokenizer(prefix: Path, **changes: object) -> Path:
@@ -609,8 +608,7 @@ def test_stock_loaders_refuse_the_folder(name, exported, monkeypatch):
 def test_a_folder_that_was_saved_again_is_refused_and_loads_too(name, exported, trusted, tmp_path):
     """Someone who trains on with transformers saves the same slopes under the same guard."""
     dense, folder, _ = exported(name)
-    model = trusted(folder)
-    model.save_pretrained(tmp_path / "again")
+    trusted(folder).save_pretrained(tmp_path / "again")
     settings = json.loads((tmp_path / "again/config.json").read_text())
     assert settings["slopes"] == TRAINED.tolist()
     again = trusted(tmp_path / "again")

@@ -141,8 +141,7 @@ def test_it_is_what_torchs_modules_compute(files):
     run = imported(folder)
     assert "286" in next((run / "checkpoints").iterdir()).name
     ids = torch.randint(4, VOCABULARY, (40,), generator=torch.Generator().manual_seed(1))
-    text = " ".join(WORDS[i - 4] for i in ids.tolist())
-    (folder / "text.txt").write_text(text)
+    (folder / "text.txt").write_text(" ".join(WORDS[i - 4] for i in ids.tolist()))
     out = folder / "curve.json"
     words = ["--text", folder / "text.txt", "--lengths", "41", "--protocols", "nonoverlapping"]
     succeeds("evaluate", run, *words, "--out", out)

@@ -285,8 +285,7 @@ def test_what_a_process_reads_is_passed_over_until_it_ends(tmp_path):
 
 
 def test_a_reader_that_comes_while_a_checkpoint_is_deleted_is_told(tmp_path):
-    run = run_of(tmp_path, 2, 4)
-    path = checkpoint_directory(run, 2)
+    path = checkpoint_directory(run_of(tmp_path, 2, 4), 2)
     told = multiprocessing.get_context("fork").SimpleQueue()
 
     def read():

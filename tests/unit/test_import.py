@@ -549,8 +549,7 @@ def test_overrides_change_the_run_and_not_the_model(imported, tmp_path, capsys):
     import_folder(folder, out, overrides)
     # What the folder computes is compared and saved. Training goes on with other positions.
     assert "with position.slopes = {factor = 0.5}: give `pretrain train`" in capsys.readouterr().out
-    saved = open_checkpoint(find_checkpoint(out)).config
-    assert saved.position.slopes == "published"
+    assert open_checkpoint(find_checkpoint(out)).config.position.slopes == "published"
     config = load_config(out / "config.toml")
     assert (config.train.num_steps, config.model.attention_dropout) == (7, 0.1)
     assert (config.data.vocab_size, config.padded_vocab_size) == (400, 512)

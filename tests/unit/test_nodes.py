@@ -54,8 +54,7 @@ def test_a_replay_decides_for_certain_about_a_node_or_about_the_next_attempt(tmp
     ],
 )
 def test_the_nodes_of_the_next_attempt(unusable, failures, chosen):
-    held = ["n1", "n2", "n10"]
-    assert choose_nodes(held, 2, unusable, Counter(failures)) == chosen
+    assert choose_nodes(["n1", "n2", "n10"], 2, unusable, Counter(failures)) == chosen
 
 
 STACK = "{}: Current thread 0x1 (most recent call first):\n{}:   File {} in f\n"

@@ -134,8 +134,7 @@ def made(**facts) -> Provenance:
 def test_the_record_reads_back_and_says_what_is_installed(tmp_path):
     here = made()
     write_provenance(tmp_path, here)
-    written = json.loads((tmp_path / PROVENANCE).read_text())
-    assert from_json(Provenance, written) == here
+    assert from_json(Provenance, json.loads((tmp_path / PROVENANCE).read_text())) == here
     assert here.command == ("pretrain", "train", "a.toml") and here.num_processes == 2
     assert here.versions["cuda"] == "12.8"
     for package in ("torch", "megatron-core", "deepspeed", "transformers", "numpy"):

@@ -456,8 +456,7 @@ def test_reports_of_several_runs_are_one_report(tmp_path):
     for n in (128, 256):
         paths.append(tmp_path / f"{n}/curve.json")
         write_report(paths[-1], curve_of("alibi", [20.0, 19.0], train_length=n))
-    table = combine(paths, tmp_path / "both/curve.json")
-    assert "training lengths L = 128, 256" in table
+    assert "training lengths L = 128, 256" in combine(paths, tmp_path / "both/curve.json")
     records = json.loads((tmp_path / "both/curve.json").read_text())["records"]
     assert records == [r for path in paths for r in json.loads(path.read_text())["records"]]
     (tmp_path / "lacking.json").write_text('{"records": [{"method": "alibi"}]}')

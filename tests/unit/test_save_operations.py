@@ -99,8 +99,7 @@ def is_resumable(run: Path, published: int | None, number: int = 2) -> None:
     assert not list(checkpoints.glob(".*")), "left over"
     save(run, number, 8)
     is_whole(checkpoint_directory(run, 8), 8)
-    kept = [*found[-1:], checkpoint_directory(run, 8)]
-    assert sorted(checkpoints.iterdir()) == kept
+    assert sorted(checkpoints.iterdir()) == [*found[-1:], checkpoint_directory(run, 8)]
 
 
 def all_saves(disk: Disk) -> tuple[list[str], list[int]]:

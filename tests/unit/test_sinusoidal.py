@@ -48,8 +48,7 @@ def test_the_default_table_is_the_one_of_a_stock_model_from_fairseq():
 def test_the_other_table_has_the_frequencies_of_the_paper():
     from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding
 
-    stock = MarianSinusoidalPositionalEmbedding(300, 128)
-    expected = stock.create_weight().double()
+    expected = MarianSinusoidalPositionalEmbedding(300, 128).create_weight().double()
     found = sinusoidal_table(torch.arange(300), 128, "vaswani")
     # Theirs is computed in fp64 and rounded to fp32.
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)

@@ -30,8 +30,7 @@ def test_a_range_is_geometric_and_its_ends_are_exact():
     assert (found[0], found[-1], len(found)) == (0.9, 0.0039, 12)
     ratios = [b / a for a, b in itertools.pairwise(found)]
     assert ratios == pytest.approx([(0.0039 / 0.9) ** (1 / 11)] * 11, rel=1e-12)
-    single = slopes({"first": 0.3, "last": 0.3}, num_attention_heads=1)
-    assert of_heads(single) == (0.3,)
+    assert of_heads(slopes({"first": 0.3, "last": 0.3}, num_attention_heads=1)) == (0.3,)
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,7 @@ def test_blocks_cover_the_text_once_and_are_enough_and_alike(tokens, documents):
 def test_short_documents_stay_whole_and_long_ones_are_cut():
     documents = [37, 60, 12, 91, 45, 80] * 40
     ids = text(*documents)
-    ends = set(block_ends(ids, EOS).tolist())
-    assert ends <= set(np.cumsum(documents).tolist())
+    assert set(block_ends(ids, EOS).tolist()) <= set(np.cumsum(documents).tolist())
     # 6,400 tokens in one document: blocks of 100.
     assert block_ends(text(6400), EOS).tolist() == list(range(100, 6401, 100))
     # A document that ends soon after a block could end closes it.

@@ -85,8 +85,7 @@ def attempt_with(srun: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     def start(attempt: Attempt) -> SrunRanks:
         attempt.phase("training", 7)
-        log = tmp_path / "log"
-        return SrunRanks(step, ["python"], "1", "a", {}, log, ["n1", "n2"])
+        return SrunRanks(step, ["python"], "1", "a", {}, tmp_path / "log", ["n1", "n2"])
 
     config = load_config("configs/demo.toml", settings)
     return Supervisor(config, Signals(), lambda record: True).make_attempt(attempt, start).verdict

@@ -225,8 +225,7 @@ def test_one_untrained_seed_leaves_the_others_unjudged():
     for record in records:
         if record["method"] == "alibi" and record["seed"] == 2:
             record.update(loss_nats=math.log(40.0), perplexity=40.0)
-    found = verdicts(records, unigram=UNIGRAM)
-    assert found["alibi_falls_to_2L"] == Verdict.UNTRAINED
+    assert verdicts(records, unigram=UNIGRAM)["alibi_falls_to_2L"] == Verdict.UNTRAINED
 
 
 def test_a_run_that_learned_at_another_length_can_fail_and_not_pass():
@@ -392,8 +391,7 @@ def test_claims_of_a_method_that_was_not_trained_are_not_judged(method):
 
 
 def test_claims_beyond_the_training_length_are_not_judged_without_longer_lengths():
-    records = [r for r in make_records() if r["length"] == r["train_length"]]
-    found = verdicts(records)
+    found = verdicts([r for r in make_records() if r["length"] == r["train_length"]])
     judged = [name for name in OF_CURVES if found[name] != Verdict.MISSING]
     assert judged == [name for name in OF_CURVES if name.endswith("_at_L")]
 

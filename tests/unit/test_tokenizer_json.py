@@ -166,8 +166,7 @@ def test_an_exported_tokenizer_gives_the_same_ids(kind, split, saved, tmp_path):
 
     tokenizer, stock = load_tokenizer(saved[kind]), stock_tokenizer(saved[kind])
     tokenizer.check_exportable()
-    fast = fast_tokenizer(tokenizer, max_length=64)
-    fast.save_pretrained(tmp_path)
+    fast_tokenizer(tokenizer, max_length=64).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "gpt_neox"}')
     check_same_ids(tokenizer, tmp_path)
     theirs = AutoTokenizer.from_pretrained(

@@ -133,8 +133,7 @@ def test_what_everybody_may_write_is_refused_until_it_is_mended_as_advised(
         with pytest.raises(ConfigError) as error:
             action()
         assert f"{run / place}: everybody may write to it (owner " in str(error.value)
-    command = str(error.value).split("`")[1]
-    subprocess.run(command, shell=True, check=True)
+    subprocess.run(str(error.value).split("`")[1], shell=True, check=True)
     check_trusted(run)
     assert read_launch(run).python == "python3"
 
