@@ -494,26 +494,21 @@ def batches(
             yield rank_samples(consumed, size, data_parallel_rank, data_parallel_size)
             consumed += size
 
-    firsts = _first_tokens(stream, blend, sequence_length, steps())
-    return _read_ahead(stream, firsts, sequence_length + 1, micro_batch_size, num_workers)
+    def first_tokens() -> Iterator[np.ndarray]:
+        """Yield the first tokens of the samples of every step, int64 [samples of the step]."""
+        corpus_starts, ahead = np.array([stream.starts[name] for name in blend.names]), steps()
+        while True:
+            # The order of many steps is computed at once, because that takes about 0.3 ms per
+            # corpus, whether for one sample or for a thousand.
+            several = [next(ahead)]
+            while sum(map(len, several)) < ORDERED_AT_ONCE:
+                several.append(next(ahead))
+            corpora, samples = blend.locate(np.concatenate([np.asarray(step) for step in several]))
+            found = corpus_starts[corpora] + samples * sequence_length
+            yield from np.split(found, np.cumsum([len(step) for step in several])[:-1])
 
-
-def _first_tokens(
-    stream: TokenStream, blend: Blend, sequence_length: int, steps: Iterator[range]
-) -> Iterator[np.ndarray]:
-    """Yield the first tokens of the samples of every step, int64 [samples of the step].
-
-    The order of many steps is computed at once, because computing it takes about 0.3 ms per corpus,
-    whether for one sample or for a thousand.
-    """
-    corpus_starts = np.array([stream.starts[name] for name in blend.names])
-    while True:
-        several = [next(steps)]
-        while sum(map(len, several)) < ORDERED_AT_ONCE:
-            several.append(next(steps))
-        corpora, samples = blend.locate(np.concatenate([np.asarray(step) for step in several]))
-        found = corpus_starts[corpora] + samples * sequence_length
-        yield from np.split(found, np.cumsum([len(step) for step in several])[:-1])
+    count = sequence_length + 1
+    return _read_ahead(stream, first_tokens(), count, micro_batch_size, num_workers)
 
 
 def _read_ahead(

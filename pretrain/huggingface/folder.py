@@ -88,61 +88,36 @@ def to_huggingface(
             does not fit the model, or `out_dir` exists and is not an empty folder.
         RunFailed: The folder cannot be written, for example because the disk is full.
     """
+    from transformers import GenerationConfig
+
     target, out = class_of(config), Path(out_dir).absolute()
     max_length = config.position.table_end(config) or max_length
     check_new(out)
     tokenizer = load_tokenizer(tokenizer_path)
-    settings = target.transformers_config(config, max_length, special_ids(tokenizer), state)
+    ids = special_ids(tokenizer)
+    settings = target.transformers_config(config, max_length, ids, state)
+    # Only the ids, as in published base models. A limit on new tokens would override the max_length
+    # that programs such as lm-eval pass, and with a max_length every call that passes
+    # max_new_tokens would warn that both are set.
+    generation = GenerationConfig(**ids)  # type: ignore[no-untyped-call]  # untyped in transformers
     with writing(out), new_directory(out) as folder:
-        eos = _write(folder, settings, tokenizer, max_length)
+        stock = fast_tokenizer(tokenizer, max_length=max_length)
+        if tokenizer.vocab_size > settings.vocab_size:
+            raise ConfigError(
+                f"{tokenizer.path}: has {tokenizer.vocab_size} pieces, but the model has "
+                f"{settings.vocab_size} embeddings. Is this another run's tokenizer?"
+            )
+        for each in (settings, generation, stock):
+            each.save_pretrained(folder)
+        check_same_ids(tokenizer, folder, settings)
         _write_weights(folder, config, target, state, max_length)
         if target.stock:
             (folder / CODE.name).write_bytes(CODE.read_bytes())
-        write_card(folder, config, target, settings, eos, curve, facts)
+        write_card(folder, config, target, settings, str(stock.eos_token), curve, facts)
         (folder / ORIGINAL_TOKENIZERS[tokenizer.file_name]).write_bytes(tokenizer.content)
         (folder / MARKER).write_text(dump_config(config), encoding="utf-8")
         finish(folder)
     return target.name
-
-
-def _write(
-    directory: Path,
-    settings: Any,
-    tokenizer: Tokenizer,
-    max_length: int,
-) -> str:
-    """Write config, generation config and tokenizer, and check the tokenizer.
-
-    Args:
-        directory: Existing folder to write to.
-        settings: The transformers config.
-        tokenizer: The run's tokenizer.
-        max_length: Longest sequence in tokens, for the tokenizer.
-
-    Returns:
-        The name of the token that ends a document.
-
-    Raises:
-        ConfigError: The tokenizer has more pieces than the model has embeddings.
-        OSError: A file cannot be written.
-    """
-    from transformers import GenerationConfig
-
-    stock = fast_tokenizer(tokenizer, max_length=max_length)
-    if tokenizer.vocab_size > settings.vocab_size:
-        raise ConfigError(
-            f"{tokenizer.path}: has {tokenizer.vocab_size} pieces, but the model has "
-            f"{settings.vocab_size} embeddings. Is this another run's tokenizer?"
-        )
-    settings.save_pretrained(directory)
-    # Only the ids, as in published base models. A limit on new tokens would override the max_length
-    # that programs such as lm-eval pass, and with a max_length every call that passes
-    # max_new_tokens would warn that both are set.
-    generation = GenerationConfig(**special_ids(tokenizer))  # type: ignore[no-untyped-call]  # untyped in transformers
-    generation.save_pretrained(directory)
-    stock.save_pretrained(directory)
-    check_same_ids(tokenizer, directory, settings)
-    return str(stock.eos_token)
 
 
 # ---- Weights, a tensor at a time -----------------------------------------------------------------
