@@ -142,6 +142,11 @@ def tiny_config(**sections: dict[str, Any]) -> RunConfig:
     return parse_config(values, "tiny")
 
 
+def directories(directory: Path, data: Path) -> dict[str, dict[str, Any]]:
+    """Return the sections of a config that say where its run and its data are."""
+    return {"run": {"directory": str(directory)}, "data": {"directory": str(data)}}
+
+
 _TP2: dict[str, Any] = {"tensor_model_parallel_size": 2}
 _TP2SP = {**_TP2, "sequence_parallel": True}
 _PP2 = {"pipeline_model_parallel_size": 2}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -13,7 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pretrain import platform
-from pretrain.config import RunConfig
+from pretrain.config import ConfigError, RunConfig, RunFailed
+from pretrain.rundir.paths import RunPaths, exit_code_of
+from pretrain.topology import Process, initialize
 from tests.distributed.tasks import loaded_run
 
 
@@ -55,8 +58,6 @@ def outcome(config: RunConfig, resume: str = "auto") -> dict[str, Any]:
         "code": the exit code that `pretrain train` would end with; "error": the message; "saved":
         names of its checkpoints; "said": what this rank printed.
     """
-    from pretrain.config import RunFailed
-    from pretrain.rundir.paths import RunPaths, exit_code_of
     from pretrain.training.loop import train
 
     code, error, said = 0, "", io.StringIO()
@@ -110,7 +111,6 @@ def train_flipped(config: RunConfig, flips: list[Flip]) -> dict[str, Any]:
     Returns:
         That of `outcome`, and "flips": how many flipped on this rank.
     """
-    from pretrain.topology import Process
     from pretrain.training import loop
 
     rank = Process.from_environment().rank
@@ -354,7 +354,6 @@ def build_run(config: RunConfig) -> Any:
     from pretrain.checkpoint.manifest import TrainerState
     from pretrain.model.gpt import build_model
     from pretrain.optim.zero import ZeroOptimizer
-    from pretrain.topology import initialize
     from pretrain.training.reporter import AttemptReporter, Requests
     from pretrain.training.start import Run, StartPoint, _spike_detector
 
@@ -427,7 +426,6 @@ def losses_from(config: RunConfig, resume: str, consumed_samples: int, steps: in
         consumed_samples: Samples consumed before the first step.
         steps: Number of steps.
     """
-    import dataclasses
 
     from pretrain.training.loop import queue_step, step_batches
 
@@ -447,8 +445,6 @@ def train_on_own_data(config: RunConfig, directories: list[str]) -> dict[str, An
     Returns:
         "error": the message of the refusal; "written": True if the run's directory was made.
     """
-    from pretrain.config import ConfigError
-    from pretrain.topology import Process
     from pretrain.training.loop import train
 
     data = config.data.model_copy(

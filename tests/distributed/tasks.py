@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +22,7 @@ from torch import Tensor
 
 from pretrain import platform
 from pretrain.config import RunConfig
-from pretrain.topology import Topology, initialize
+from pretrain.topology import Topology, initialize, own_part, replica_group
 from tests.conftest import tiny_config
 
 
@@ -271,8 +274,6 @@ def _logits(config: RunConfig, chunks: list[Any], batches: list[Tensor]) -> Tens
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from pretrain.topology import own_part
-
     def forward_step(iterator: Any, chunk: Any) -> Any:
         inputs = next(iterator)[:, :-1].contiguous().to(platform.device())
         positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
@@ -306,7 +307,6 @@ def _assemble(chunks: list[Any], value: Any, average_over: int) -> dict[str, Ten
         average_over: Number of replicas, whose tensors are averaged.
     """
     from pretrain.model.gpt import named_parameters
-    from pretrain.topology import replica_group
 
     group = replica_group()
     mine = []
@@ -414,9 +414,6 @@ def bytes_of_a_load(config: RunConfig) -> dict[str, Any]:
     Returns:
         "read": file name -> bytes; "needed": bytes of this rank's weights and moments.
     """
-    import os
-    from collections import Counter
-    from pathlib import Path
 
     read: Counter[str] = Counter()
     preadv = os.preadv
@@ -561,7 +558,6 @@ def train_and_watch_reductions(
     Returns:
         On every rank: "losses", "norms", "weights" (this rank's), and the counts.
     """
-    from collections import Counter
 
     from pretrain.optim.buckets import WeightGather
     from pretrain.optim.optimizers import learning_rate
@@ -686,7 +682,6 @@ def reduce_gradients_on_two_nodes(
     Returns:
         "parts": what `reduce_gradients` returns; "sent": {(collective, ranks, dtype)} -> elements.
     """
-    from collections import Counter
 
     from pretrain import topology
 

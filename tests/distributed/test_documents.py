@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pretrain import platform
-from pretrain.config import RunConfig
+from pretrain.config import RunConfig, RunFailed
 from pretrain.data.shards import MODEL
 from pretrain.data.tokenizer import load_tokenizer
+from pretrain.topology import initialize
 from tests.conftest import ALL_LAYOUTS, tiny_config
 from tests.distributed import tasks
 from tests.distributed.test_parallel_equals_dense import (
@@ -206,11 +207,9 @@ def refusal_without_mask(config: RunConfig) -> tuple[str | None, str | None]:
 
     The messages end before their numbers; None stands for no refusal.
     """
-    from pretrain.config import RunFailed
     from pretrain.model import attention
     from pretrain.model.attention import check_positions
     from pretrain.model.gpt import build_model
-    from pretrain.topology import initialize
 
     def refusal() -> str | None:
         try:

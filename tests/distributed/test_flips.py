@@ -10,7 +10,7 @@ import itertools
 import pytest
 
 from pretrain.rundir.attempts import read_attempts
-from tests.conftest import ALL_LAYOUTS, tiny_config
+from tests.conftest import ALL_LAYOUTS, directories, tiny_config
 from tests.distributed import health_tasks as tasks
 
 KINDS = ("master", "exp_avg", "exp_avg_sq", "weight", "host copy", "gradient", "activation")
@@ -38,8 +38,7 @@ def _noticed(pools, data, directory, layout, kind, bit, recovery):
     """Train with one flip; return (steps until it was noticed or None, by what, rank named)."""
     processes, parallel = ALL_LAYOUTS[layout]
     config = tiny_config(
-        run={"directory": str(directory)},
-        data={"directory": str(data)},
+        **directories(directory, data),
         parallel=parallel,
         train={"num_steps": 10},
         checkpoint={"interval_steps": INTERVAL},

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import TestCase
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
+from pretrain import platform
 from pretrain.config import RunConfig
 from tests.conftest import ALL_LAYOUTS
 from tests.distributed import tasks
@@ -204,7 +207,6 @@ def test_attention_keeps_nothing_of_forward_passes_without_a_backward_pass(pools
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_products_of_8_bits_are_those_of_the_cast_factors(precision):
     """Output and gradients against fp64, rounded once to the training precision."""
-    from pretrain import platform
     from pretrain.model.loss import Float8Product
 
     dtype, generator = platform.DTYPES[precision], torch.Generator().manual_seed(8)
@@ -264,7 +266,6 @@ def sum_of_weight_gradients(precision: str) -> tuple[Tensor, Tensor]:
     Args:
         precision: A value of train.precision.
     """
-    from pretrain import platform
     from pretrain.model.loss import add_weight_gradient, mark_stale
 
     generator = torch.Generator().manual_seed(2)
@@ -289,10 +290,7 @@ def steps_with_the_product_of_a_gpu(
     Returns:
         What `tasks.train_steps` returns; whether products add weight gradients; what is logged.
     """
-    from unittest import TestCase
-    from unittest.mock import patch
 
-    from pretrain import platform
     from pretrain.model.gpt import choose_fusion
 
     def tried() -> bool:
@@ -426,7 +424,6 @@ def losses_in_pieces(precision: str) -> dict[str, Any]:
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from pretrain import platform
     from pretrain.model import loss
 
     dtype = platform.DTYPES[precision]

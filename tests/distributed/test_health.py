@@ -12,7 +12,7 @@ from pretrain.data.stream import TokenStream
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.metrics import read_metrics
 from pretrain.rundir.paths import ExitCode, RunPaths
-from tests.conftest import ALL_LAYOUTS, LAYOUTS, tiny_config
+from tests.conftest import ALL_LAYOUTS, LAYOUTS, directories, tiny_config
 from tests.distributed import health_tasks as tasks
 
 NORM = "decoder.final_layernorm.weight"
@@ -23,8 +23,7 @@ TIED = "embedding.word_embeddings.weight"
 
 def _config(directory, data, parallel, **train):
     return tiny_config(
-        run={"directory": str(directory)},
-        data={"directory": str(data)},
+        **directories(directory, data),
         model={"num_layers": 2},
         parallel=parallel,
         batch={"micro_batch_size": 4},

@@ -18,7 +18,7 @@ from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.config import ConfigError, RunConfig
 from pretrain.config.rules import check_layout
 from pretrain.rundir.checkpoints import checkpoint_directory
-from tests.conftest import mark_torture, tiny_config
+from tests.conftest import directories, mark_torture, tiny_config
 from tests.distributed.tasks import save_and_take_a_step
 from tests.distributed.test_resume import _state
 
@@ -31,8 +31,7 @@ LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 2**-8}
 
 def config_of(parallel: dict[str, Any], precision: str, directory: Any, data: Any) -> RunConfig:
     return tiny_config(
-        run={"directory": str(directory)},
-        data={"directory": str(data)},
+        **directories(directory, data),
         parallel=parallel,
         train={"precision": precision},
     )

@@ -14,7 +14,7 @@ from pretrain.optim.optimizers import learning_rate
 from pretrain.plan.command import planned, read_target
 from pretrain.plan.memory import stages_of
 from pretrain.rundir.checkpoints import find_checkpoint
-from tests.conftest import ALL_LAYOUTS, TINY, tiny_config
+from tests.conftest import ALL_LAYOUTS, TINY, directories, tiny_config
 from tests.distributed import tasks
 from tests.distributed.lion import Lion  # registers it, in the workers by way of the config
 from tests.reference.dense_gpt import DenseGPT, is_decayed, learnable_batches, random_state
@@ -64,8 +64,7 @@ def test_steps_equal_the_plain_formula(pools, layout):
 def test_its_state_is_saved_and_resumed_in_another_layout(pools, tiny_data, tmp_path):
     def config(name, parallel):
         return tiny_config(
-            run={"directory": str(tmp_path / name)},
-            data={"directory": str(tiny_data)},
+            **directories(tmp_path / name, tiny_data),
             model={"num_layers": 2},
             parallel=parallel,
             batch={"micro_batch_size": 4},

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pretrain.rundir.metrics import read_metrics
 from pretrain.rundir.paths import RunPaths
-from tests.conftest import tiny_config
+from tests.conftest import directories, tiny_config
 from tests.distributed import tasks
 
 
 def _config(directory, data, **sections):
     return tiny_config(
-        run={"directory": str(directory)},
-        data={"directory": str(data)},
+        **directories(directory, data),
         train={"num_steps": 7},
         checkpoint={"interval_steps": 4},
         evaluation={"interval_steps": 100},

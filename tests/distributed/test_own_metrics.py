@@ -18,7 +18,7 @@ from pretrain.config import RunConfig
 from pretrain.rundir.metrics import collecting, is_evaluation, read_metrics, record_metric
 from pretrain.rundir.paths import RunPaths
 from pretrain.training.metrics import StepMetrics
-from tests.conftest import LAYOUTS, tiny_config
+from tests.conftest import LAYOUTS, directories, tiny_config
 
 ODD_STEPS = (2, 3, 5)
 
@@ -68,8 +68,7 @@ def test_a_metric_of_ones_own_is_shown_everywhere(pools, tiny_data, tmp_path):
     """In two stages of a pipeline: of the last one, of every rank, and of one rank now and then."""
     processes, parallel = LAYOUTS["pp2"]
     config = tiny_config(
-        run={"directory": str(tmp_path / "run")},
-        data={"directory": str(tiny_data)},
+        **directories(tmp_path / "run", tiny_data),
         parallel=parallel,
         train={"num_steps": 7},
         evaluation={"interval_steps": 4},

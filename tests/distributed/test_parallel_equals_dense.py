@@ -24,6 +24,7 @@ from pretrain.huggingface.classes import CLASSES
 from pretrain.huggingface.import_model import import_folder
 from pretrain.positions.base import METHODS
 from pretrain.rundir.checkpoints import find_checkpoint
+from pretrain.topology import initialize
 from tests.conftest import ALL_LAYOUTS, LAYOUTS, mark_torture, tiny_config
 from tests.distributed import tasks
 from tests.reference.dense_gpt import DenseGPT, random_state, sinusoids
@@ -326,7 +327,6 @@ def slopes_of_fresh_methods() -> list[float]:
     """Return the first head's slope in each layer of a method whose layers are objects anew."""
     from pretrain.model.attention import Positions
     from pretrain.positions.alibi import Alibi
-    from pretrain.topology import initialize
 
     def of_layer(_: Any, config: RunConfig, layer: int) -> Alibi:
         return Alibi(slopes=[0.5**layer] * config.model.num_attention_heads)

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from pretrain import platform
 from pretrain.config import RunConfig
 from pretrain.plan.memory import memory_of_rank, stage_of
 from pretrain.plan.simulation import count_run
+from pretrain.topology import initialize
 from tests.conftest import tiny_config
 from tests.distributed.test_step_budgets import compare
 
@@ -85,8 +87,6 @@ def measure_real_rank(config: RunConfig) -> dict[str, int]:
     Args:
         config: The run; its layout must fit the number of ranks.
     """
-    from pretrain import platform
-    from pretrain.topology import initialize
     from tests.allocations import Allocations, measure
 
     platform.prepare(0)

@@ -12,7 +12,7 @@ from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.checkpoints import checkpoint_directory
 from pretrain.rundir.metrics import is_evaluation, read_metrics
 from pretrain.rundir.paths import ExitCode, RunPaths
-from tests.conftest import ALL_LAYOUTS, tiny_config
+from tests.conftest import ALL_LAYOUTS, directories, tiny_config
 from tests.distributed import health_tasks as tasks
 
 WEIGHT = "decoder.layers.0.mlp.linear_fc1.weight"
@@ -24,8 +24,7 @@ TWICE = {"repeat_interval_steps": 4}
 
 def _config(directory, data, layout, interval=4, recovery=None, **train):
     return tiny_config(
-        run={"directory": str(directory)},
-        data={"directory": str(data)},
+        **directories(directory, data),
         model={"num_layers": 2},
         parallel=ALL_LAYOUTS[layout][1],
         train={"num_steps": STEPS, **train},

@@ -13,7 +13,7 @@ from pretrain.checkpoint.load import load_global_state
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.config import ConfigError, RunConfig
 from pretrain.rundir.checkpoints import checkpoint_directory, find_checkpoint
-from tests.conftest import ALL_LAYOUTS, tiny_config
+from tests.conftest import ALL_LAYOUTS, directories, tiny_config
 from tests.distributed import tasks
 from tests.distributed.test_parallel_equals_dense import VARIANTS
 
@@ -24,8 +24,7 @@ def _config(directory, data, parallel, **sections):
     model = {"num_layers": layers, "hidden_dropout": 0.1, "attention_dropout": 0.1}
     sections["model"] = model | sections.get("model", {})
     return tiny_config(
-        run={"directory": str(directory)},
-        data={"directory": str(data)},
+        **directories(directory, data),
         parallel=parallel,
         batch={"micro_batch_size": 4},
         **sections,

@@ -15,17 +15,17 @@ from unittest.mock import Mock, patch
 import pytest
 import torch.distributed as dist
 
+from pretrain import platform
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint.tools import verify_checkpoint
-from pretrain.config import RunConfig
+from pretrain.config import RunConfig, RunFailed
 from pretrain.rundir.checkpoints import checkpoint_step, complete_checkpoints
-from tests.conftest import ALL_LAYOUTS, tiny_config
+from tests.conftest import ALL_LAYOUTS, directories, tiny_config
 
 
 def _config(directory, data, parallel=None, interval=1, steps=3, **checkpoint):
     return tiny_config(
-        run={"directory": str(directory)},
-        data={"directory": str(data)},
+        **directories(directory, data),
         model={"num_layers": 2},
         parallel=parallel or {},
         batch={"micro_batch_size": 4},
@@ -109,9 +109,7 @@ def digests_of_saves(config: RunConfig, late: bool = False) -> dict[str, Any] | 
         On rank 0, file name -> digest, for the files of tensors of all checkpoints, and "overlap":
         how many steps began their forward pass while a copy was still under way.
     """
-    from pretrain import platform
     from pretrain.checkpoint.save import Saver
-    from pretrain.rundir.checkpoints import complete_checkpoints
     from pretrain.training import loop
 
     seen = {"overlap": 0}
@@ -173,7 +171,6 @@ def train_with_a_bad_writer(config: RunConfig, how: str, rank: int) -> str:
     """
     from pretrain.checkpoint import save
     from pretrain.checkpoint.save import Saver
-    from pretrain.config import RunFailed
     from pretrain.training import loop
 
     begin = Saver.begin
@@ -230,7 +227,6 @@ def train_with_a_bad_writer(config: RunConfig, how: str, rank: int) -> str:
 
 def digests_with_little_memory(config: RunConfig) -> dict[str, Any] | None:
     """Return `digests_of_saves` on a machine that has no memory for the copy."""
-    from pretrain import platform
 
     with (
         # Evaluations ask the same, and would be refused.

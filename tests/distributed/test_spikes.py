@@ -10,7 +10,7 @@ from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.rundir.checkpoints import checkpoint_directory
 from pretrain.rundir.metrics import is_evaluation, read_metrics
 from pretrain.rundir.paths import ExitCode, RunPaths
-from tests.conftest import LAYOUTS, tiny_config
+from tests.conftest import LAYOUTS, directories, tiny_config
 from tests.distributed import health_tasks as tasks
 from tests.distributed.tasks import in_fp16_on_cpu
 
@@ -21,8 +21,7 @@ BAD = (BAD_STEP * BATCH, BAD_STEP * BATCH)
 
 def _config(directory, data, parallel, policy, interval=SAVED_STEP, **train):
     return tiny_config(
-        run={"directory": str(directory)},
-        data={"directory": str(data)},
+        **directories(directory, data),
         # GPT-2's: the loss starts near that of a uniform guess, so bad data stands out at step 11.
         model={"num_layers": 2, "embedding_scale": 1.0, "embedding_init_method_std": 0.02},
         parallel=parallel,

@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from pretrain import platform
 from pretrain.config import RunConfig, num_parameters_of_rank
 from pretrain.plan.memory import stage_of
-from pretrain.plan.operators import Collective, OpClass, StepCounts
-from pretrain.plan.simulation import PASSES, count_run
+from pretrain.plan.operators import Collective, Counter, OpClass, StepCounts
+from pretrain.plan.simulation import PASSES, count_run, count_step
 from pretrain.plan.timing import H200, Network, Step, Target
+from pretrain.topology import initialize
 from pretrain.training import stragglers
 from tests.conftest import tiny_config
 
@@ -390,10 +392,6 @@ def count_real_step(config: RunConfig) -> dict[str, Any]:
         "collectives": (phase, name, group, group size, dtype, bytes, asynchronous), in order;
         "synchronizations": times by (phase, cause).
     """
-    from pretrain import platform
-    from pretrain.plan.operators import Counter
-    from pretrain.plan.simulation import count_step
-    from pretrain.topology import initialize
 
     platform.prepare(0)
     with platform.fp16_allowed_on_cpu():

@@ -13,19 +13,24 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from pretrain.config import RunConfig
 from pretrain.rundir.metrics import is_evaluation, read_metrics
 from pretrain.rundir.paths import RunPaths
+from pretrain.topology import initialize
 from pretrain.training import stragglers
 from pretrain.training.stragglers import (
     LOST_SECONDS,
     SLOW_RATIO,
     WINDOW_STEPS,
     Place,
+    StepTimes,
     Stragglers,
+    places,
 )
-from tests.conftest import ALL_LAYOUTS, mark_torture, tiny_config
+from tests.conftest import ALL_LAYOUTS, directories, mark_torture, tiny_config
 
 SLEEP = 0.4
 WINDOW = 4
@@ -41,7 +46,6 @@ def train_slowed(config: RunConfig, slow: int, **constants: float) -> str:
         slow: The rank; -1 for none.
         **constants: Values of constants of `pretrain.training.stragglers`.
     """
-    import torch.distributed as dist
 
     from pretrain.training import loop
 
@@ -64,8 +68,6 @@ def train_slowed(config: RunConfig, slow: int, **constants: float) -> str:
 
 def waits_of_named_arguments(config: RunConfig) -> int:
     """Return how many waits are measured of a collective that is given its arguments by name."""
-    import torch
-    import torch.distributed as dist
 
     from tests.distributed.health_tasks import build_run
 
@@ -105,8 +107,6 @@ def test_a_slow_rank_is_named(pools, tiny_data, tmp_path, layout, slow):
 
 def stages_of_all(config: RunConfig) -> list[int]:
     """Return the stage in which each rank is compared with others."""
-    from pretrain.topology import initialize
-    from pretrain.training.stragglers import places
 
     return [place.stage for place in places(initialize(config))]
 
@@ -118,11 +118,6 @@ def test_ranks_of_one_part_of_the_sequence_are_compared_with_each_other(pools):
 
 def measured_waits(late: int) -> tuple[float, float, bool]:
     """Return this rank's seconds of waiting: for a rank that comes late, and behind own work."""
-    import torch
-    import torch.distributed as dist
-
-    from pretrain.topology import initialize
-    from pretrain.training.stragglers import StepTimes
 
     times, topology, number = StepTimes(), initialize(tiny_config()), torch.ones(1)
     before, found = (vars(dist.Work)["wait"], vars(dist.ProcessGroup)["allreduce"]), []
@@ -164,8 +159,7 @@ def test_beside_busy_processes_nobody_is_named(pools, tiny_data, tmp_path, layou
 
 def run_config(tiny_data: Any, tmp_path: Any, parallel: dict[str, Any], steps: int) -> RunConfig:
     return tiny_config(
-        run={"directory": str(tmp_path / "run")},
-        data={"directory": str(tiny_data)},
+        **directories(tmp_path / "run", tiny_data),
         parallel=parallel,
         train={"num_steps": steps},
         evaluation={"lengths": [32]},

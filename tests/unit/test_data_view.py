@@ -13,7 +13,7 @@ from pretrain.data import view
 from pretrain.data.build import build
 from pretrain.data.stream import open_stream
 from pretrain.data.tokenizer import load_tokenizer
-from pretrain.data.view import Origins
+from pretrain.data.view import Excerpt, Origins, _heading, _shortened
 from tests.unit.test_data_build import config as config_of
 
 
@@ -86,7 +86,6 @@ def test_show_prints_the_text_and_where_it_is_from(config, tmp_path):
 
 
 def test_a_terminal_is_not_controlled_by_a_corpus(config, monkeypatch):
-    from pretrain.data.view import Excerpt, _heading, _shortened
 
     assert "\x1b" not in _shortened("a\x1b[2Jb\ttab\n\u202e", 100)
     part = Excerpt("pages", "a\x1b[2Jb\nc", 0, 0, np.empty(0), True)

@@ -7,12 +7,16 @@ from collections import Counter
 from typing import NamedTuple
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from pretrain import platform
 from pretrain.config import RunConfig, load_config, num_parameters, num_parameters_of_rank
 from pretrain.config.tensors import ModelTensor, model_tensors, stage_tensors
 from pretrain.plan.command import candidates
 from pretrain.plan.memory import Stage, stage_of, stages_of
 from pretrain.positions.base import METHODS, OWN
+from pretrain.topology import Process, finish, initialize
 from tests.conftest import tiny_config
 
 PATH = "configs/cc100_roberta/alibi_1024.toml"
@@ -105,14 +109,10 @@ class Built(NamedTuple):
 
 def built_rank(config: RunConfig, rank: int) -> Built:
     """Build the model of one rank of 128 on the meta device, by torch's fake process group."""
-    import torch
-    import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from pretrain import platform
     from pretrain.model.gpt import build_model, named_parameters
     from pretrain.optim.buckets import plan_buckets
-    from pretrain.topology import Process, finish, initialize
 
     platform.prepare(0)
     with platform.fp16_allowed_on_cpu():

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import TCPStore
 
-from pretrain import topology
+from pretrain import platform, topology
 from pretrain.config import RunFailed
 from pretrain.rundir.files import replace_file
 from pretrain.topology import FILE, Process, meet
@@ -352,9 +353,6 @@ def test_where_the_ranks_meet(monkeypatch, variables, expected):
 
 def test_deepspeed_is_told_the_number_of_the_visible_gpu(monkeypatch):
     """deepspeed/runtime/engine.py calls set_device(LOCAL_RANK)."""
-    import torch
-
-    from pretrain import platform
 
     chosen: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
