@@ -104,6 +104,16 @@ def chunks(text: str) -> Iterator[str]:
     yield text[start:] if start else text
 
 
+def ranges(text: str, last: re.Pattern[str], characters: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) of parts of a text of `characters` or more that end with a match."""
+    start = 0
+    while start < len(text):
+        found = last.search(text, start + characters)
+        end = found.end() if found else len(text)
+        yield start, end
+        start = end
+
+
 def sequence_hashes(text: str, length: int) -> Hashes:
     """Return the hash of each run of `length` words of a text, in order.
 

@@ -13,7 +13,7 @@ import re
 from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from tokenizers import decoders, normalizers
 from tokenizers.models import BPE
 
 from pretrain.config import ConfigError
-from pretrain.data.clean import WordCache, chunks
+from pretrain.data.clean import WordCache, chunks, ranges
 from pretrain.data.shards import DICTIONARY, JSON, MODEL, TOKENIZER_FILES
 
 PROBES = (
@@ -202,7 +202,7 @@ def encode_words(text: str, known: WordCache[str, bytes]) -> np.ndarray:
     words = WORD if SPACE in text else PLAIN_WORD
     parts = [
         b"".join(map(known.__getitem__, words.findall(text, start, end)))
-        for start, end in _ranges(text)
+        for start, end in ranges(text, END_OF_WORD, PART_CHARACTERS)
     ]
     return np.frombuffer(b"".join(parts), np.int32).astype(np.int64)
 
@@ -211,16 +211,6 @@ def fits_pieces(pieces: Iterable[str]) -> bool:
     """Return True if no piece contains a boundary at which `WORD` cuts."""
     across = re.compile(rf"[^{SPACE}]{SPACE}|[^\n]\n|\n[^\n]|\n\n")
     return not any(" " in piece or across.search(piece) for piece in pieces)
-
-
-def _ranges(text: str) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of parts of a text that end with a word."""
-    start = 0
-    while start < len(text):
-        found = END_OF_WORD.search(text, start + PART_CHARACTERS)
-        end = found.end() if found else len(text)
-        yield start, end
-        start = end
 
 
 # ---- Convert a SentencePiece BPE model to a Hugging Face tokenizer that gives identical ids ----

@@ -11,6 +11,7 @@ import heapq
 import json
 import multiprocessing
 import os
+import re
 import signal
 import struct
 import threading
@@ -56,6 +57,7 @@ from pretrain.data.clean import (
     count_buckets,
     document_hash,
     duplicate_keys,
+    ranges,
     repeated_in_bucket,
     save_keys,
 )
@@ -250,6 +252,7 @@ def _digests(piece: sources.Piece, corpus: sources.Corpus) -> Iterator[tuple[int
 
 
 CHUNK_CHARACTERS = 4000
+_NEWLINE = re.compile("\n")
 
 
 class Sampler:
@@ -269,7 +272,7 @@ class Sampler:
 
     def add(self, document: int, text: str) -> None:
         """Add the chunks of a document."""
-        for number, (start, end) in enumerate(_chunks(text)):
+        for number, (start, end) in enumerate(ranges(text, _NEWLINE, CHUNK_CHARACTERS)):
             place = struct.pack("<QQQ", self._task, document, number)
             priority = xxhash.xxh3_64_intdigest(place)
             if priority >= self._highest:
@@ -289,15 +292,6 @@ class Sampler:
         with path.open("w") as file:
             for priority, *place, text in sorted(self._heap, key=lambda c: c[1:3]):
                 file.write(json.dumps([-priority, *place, text]) + "\n")
-
-
-def _chunks(text: str) -> Iterator[tuple[int, int]]:
-    start = 0
-    while start < len(text):
-        newline = text.find("\n", start + CHUNK_CHARACTERS)
-        end = len(text) if newline < 0 else newline + 1
-        yield start, end
-        start = end
 
 
 def read_sample(
