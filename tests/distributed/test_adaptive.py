@@ -21,7 +21,7 @@ from pretrain.evaluation.windows import Protocol
 from pretrain.optim.optimizers import learning_rate
 from tests.conftest import ALL_LAYOUTS, tiny_config
 from tests.distributed import tasks
-from tests.distributed.test_optimizer import LOSS, NORM, UNIT, WEIGHT
+from tests.distributed.test_optimizer import UNIT, WEIGHT, assert_losses_and_norms
 from tests.distributed.test_parallel_equals_dense import (
     TOLERANCE,
     assert_close_by_name,
@@ -163,8 +163,7 @@ def test_zero_trains_as_adamw_does(pools, layout, tied):
     state, batches, losses, norms, weights = _trained(tied)
     config = adaptive_config(parallel, tied=tied)
     actual = pools(processes).run(tasks.train_steps, config, state, batches)[0]
-    assert actual["losses"] == pytest.approx(losses, **LOSS)
-    assert actual["norms"] == pytest.approx(norms, **NORM)
+    assert_losses_and_norms(actual, losses, norms)
     assert_close_by_name(actual["weights"], weights, **WEIGHT)
 
 

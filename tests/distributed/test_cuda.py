@@ -12,7 +12,7 @@ from tests.distributed import tasks
 from tests.distributed.pool import Pool
 from tests.distributed.test_adaptive import _expected as expected_of_adaptive
 from tests.distributed.test_adaptive import adaptive_config
-from tests.distributed.test_optimizer import LOSS, NORM, _config, _expected
+from tests.distributed.test_optimizer import _config, _expected, assert_losses_and_norms
 from tests.distributed.test_parallel_equals_dense import VARIANTS, variant_config
 from tests.distributed.test_parallel_equals_dense import _expected as expected_of_variant
 
@@ -70,8 +70,7 @@ def test_steps_on_the_gpu_equal_adamw_on_the_cpu(gpu, stage):
     state, batches, losses, norms, _ = _expected()
     config = _config(parallel={"zero_stage": stage})
     actual = gpu.run(tasks.train_steps, config, state, batches)[0]
-    assert actual["losses"] == pytest.approx(losses, rel=10 * LOSS["rel"])
-    assert actual["norms"] == pytest.approx(norms, rel=10 * NORM["rel"])
+    assert_losses_and_norms(actual, losses, norms, times=10)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -19,9 +19,9 @@ from pretrain import platform
 from pretrain.config import RunConfig
 from tests.conftest import ALL_LAYOUTS
 from tests.distributed import tasks
-from tests.distributed.test_optimizer import LOSS, NORM
 from tests.distributed.test_optimizer import _config as steps_config
 from tests.distributed.test_optimizer import _expected as expected_steps
+from tests.distributed.test_optimizer import assert_losses_and_norms
 from tests.distributed.test_parallel_equals_dense import (
     TOLERANCE,
     assert_close_by_name,
@@ -68,8 +68,7 @@ def test_a_fused_model_trains_as_adamw_does(pools, layout):
     config = fused(steps_config(layers=layers, parallel=parallel))
     task = tasks.uncompiled, tasks.train_steps
     actual = pools(processes).run(*task, config, state, batches[:3])[0]
-    assert actual["losses"] == pytest.approx(losses[:3], **LOSS)
-    assert actual["norms"] == pytest.approx(norms[:3], **NORM)
+    assert_losses_and_norms(actual, losses[:3], norms[:3])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -86,8 +85,7 @@ def test_where_no_product_adds_to_fp32_hooks_add_the_gradients(pools):
     config = fused(steps_config())
     task = tasks.uncompiled, steps_with_the_product_of_a_gpu
     actual, fuses, log = pools(1).run(*task, config, state, batches[:2])[0]
-    assert actual["losses"] == pytest.approx(losses[:2], **LOSS)
-    assert actual["norms"] == pytest.approx(norms[:2], **NORM)
+    assert_losses_and_norms(actual, losses[:2], norms[:2])
     assert not fuses and "aten::mm.dtype_out" in log[0]
     assert "Weight gradients are rounded to the training precision" in log[0]
 
@@ -141,8 +139,7 @@ def test_compiled_regions_are_one_kernel_in_each_direction_and_change_nothing(po
     config = steps_config(train={"fusion": "on"})
     task = count_kernels, tasks.train_steps
     actual, num_kernels = pools(1).run(*task, config, state, batches[:3])[0]
-    assert actual["losses"] == pytest.approx(losses[:3], **LOSS)
-    assert actual["norms"] == pytest.approx(norms[:3], **NORM)
+    assert_losses_and_norms(actual, losses[:3], norms[:3])
     # One each way of bias-residual and of bias-GELU. The loss looks for a maximum and adds up
     # before it takes a logarithm: three forward, and one back.
     assert num_kernels == 8
