@@ -41,7 +41,7 @@ from pretrain.config.arguments import (
     version_flag,
 )
 from pretrain.config.load import list_shipped
-from pretrain.config.run import STREAM
+from pretrain.config.run import STREAM, describe
 from pretrain.config.schema import WORDS
 from pretrain.config.trajectory import allow_options, check_allowed
 from pretrain.processes import leave
@@ -101,7 +101,6 @@ def config(
     Args:
         list_files: List the configs and example sites that are installed with this package.
     """
-    from pretrain.config.run import describe
     from pretrain.huggingface.consumers import describe_export
 
     run = load_config(config, overrides)

@@ -315,10 +315,7 @@ def test_what_a_restart_goes_on_from(tmp_path, resume, saves, then):
     )
     first = ["--resume", resume] if resume else []
     frozen = str(tmp_path / "attempts/0002/config.toml")
-    assert arguments(tmp_path) == [
-        ["CONFIG", *first],
-        [frozen, *(word.format(run=tmp_path) for word in then)],
-    ]
+    assert arguments(tmp_path) == [["CONFIG", *first], [frozen, *then]]
     assert load_config(Path(frozen)) == config_of(tmp_path)
 
 

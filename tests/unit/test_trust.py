@@ -482,10 +482,6 @@ def open_folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def give_to(path: Path, user: int) -> None:
-    os.chown(path, user, user)
-
-
 @needs_root
 @pytest.mark.parametrize("mode", [0o1733, 0o711, 0o700])
 def test_a_run_may_lie_in_a_folder_that_may_be_entered_and_not_listed(
@@ -493,7 +489,7 @@ def test_a_run_may_lie_in_a_folder_that_may_be_entered_and_not_listed(
 ) -> None:
     run = open_folder / "run"
     run.mkdir()
-    give_to(run, STRANGER)
+    give_away(run)
     open_folder.chmod(mode)
     said = as_user(STRANGER, lambda: Attempt.begin(run).end("finished", 0, "done", 9))
     if mode == 0o700:
@@ -538,17 +534,16 @@ def test_the_log_of_another_user_s_run_leads_to_no_file_of_mine(
     for name in ("rank-0.log", "attempt-0001.log"):
         place = paths.logs / name if linked.endswith(".log") else paths.logs
         if linked != "." and not place.is_symlink():
-            if place.is_dir() and not place.is_symlink():
+            if place.is_dir():
                 shutil.rmtree(place)
             place.symlink_to(mine / name if linked.endswith(".log") else mine)
-    shown = run
     if linked == ".":
         shutil.rmtree(paths.logs)
         paths.logs.symlink_to("../../home")
     for path in (run, *run.rglob("*")):
         give_away(path)
     with contextlib.suppress(ConfigError):
-        control.print_log(shown, None, following=False)
+        control.print_log(run, None, following=False)
     out = capfd.readouterr()
     assert "secret" not in out.out + out.err
 
