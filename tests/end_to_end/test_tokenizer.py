@@ -14,8 +14,6 @@ from tests.end_to_end.test_changes import sets
 from tests.unit.saved import flip
 from tests.unit.test_tokenizer_json import gpt2
 
-STEP_2 = "checkpoints/step-00000002"
-
 
 @pytest.fixture(scope="module")
 def trained(workspace, config) -> Path:
@@ -63,7 +61,7 @@ def test_export_and_import_without_the_data(trained, workspace, tmp_path):
 
 
 def test_a_damaged_tokenizer_is_named(trained, tmp_path):
-    copy = shutil.copytree(trained / STEP_2, tmp_path / "step-00000002")
+    copy = shutil.copytree(trained / "checkpoints/step-00000002", tmp_path / "step-00000002")
     flip(copy / "tokenizer.json", 100)
     done = pretrain("export", copy, tmp_path / "hf")
     explained(done, 2, copy / "tokenizer.json", "SHA-256 is not the manifest's")

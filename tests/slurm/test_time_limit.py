@@ -17,7 +17,6 @@ MINUTES = 2
 SAVE_BEFORE_SECONDS = 30
 # A rank is stopped until the signal has come, so that the run cannot finish before it on a fast
 # machine. For the watchdog this is a long step.
-HANG_SECONDS = 600
 
 
 @pytest.mark.torture
@@ -26,7 +25,7 @@ def test_a_run_saves_before_its_time_limit_and_goes_on(
 ) -> None:
     """Nobody but Slurm sends a signal that ends the first attempt."""
     runs = Runs(cluster, tmp_path, tiny_data)
-    settings = f"recovery.hang_seconds={HANG_SECONDS}"
+    settings = "recovery.hang_seconds=600"
     undisturbed = runs.local("undisturbed", 2, settings)
     limit = ("--time", MINUTES, "--save-before", SAVE_BEFORE_SECONDS)
     run = runs.submit("limit", settings, options=limit)

@@ -11,15 +11,12 @@ import pytest
 from pretrain.launcher.status import goodput, summary
 from pretrain.rundir.attempts import Owner, read_attempts
 
-BEGAN = 1_700_000_000.0
-WORK = ("training", "evaluating", "saving")
-
 
 class History:
     """Write attempts as the supervisor and rank 0 do, and count what they hold and keep."""
 
     def __init__(self, run: Path, job: str | None = None) -> None:
-        self.run, self.job, self.now, self.number = run, job, BEGAN, 0
+        self.run, self.job, self.now, self.number = run, job, 1_700_000_000.0, 0
         # Milliseconds of the attempts that count, and of training that a later one may lose, with
         # the step that has to be saved to keep it.
         self.held = 0
@@ -56,7 +53,7 @@ class History:
         )
         with open(self.directory / "phases.jsonl", "a") as file:
             file.write(json.dumps(line) + "\n")
-        self.is_worked |= name in WORK
+        self.is_worked |= name in ("training", "evaluating", "saving")
         if name == "training":
             # A phase has the steps done at its beginning.
             self.trained.append((self.step + 1, milliseconds))

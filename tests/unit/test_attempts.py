@@ -27,7 +27,6 @@ from tests.end_to_end.commands import ROOT, TIMEOUT_SECONDS
 LINUX = sys.platform.startswith("linux")
 IN_PROC = pytest.mark.skipif(not LINUX, reason="whether a process lives is read from /proc")
 
-RACES = 200
 RACER = """
 import sys, time
 from pathlib import Path
@@ -100,7 +99,7 @@ def test_what_a_killed_starter_leaves_goes_with_the_next_start(tmp_path):
 # ---- who gets it ---------------------------------------------------------------------------------
 def test_of_two_starters_one_wins_200_times(tmp_path):
     """On new runs, and on runs whose holder ended, was killed, or left a reused process id."""
-    runs = [tmp_path / f"run {number}" for number in range(RACES)]
+    runs = [tmp_path / f"run {number}" for number in range(200)]
     for run in runs[1::4]:
         Attempt.begin(run).end("failed", 1, "", 0)
     kill(held_by_another(*runs[2::4]))

@@ -10,11 +10,10 @@ from tests.changed import ROOT
 from tests.conftest import tiny_config
 
 DEMO = ROOT / "configs/demo.toml"
-BOTH = ("nonoverlapping", "sliding")
 
 
 def request(lengths=None, stride=None, max_tokens=None) -> EvaluationRequest:
-    return EvaluationRequest(lengths, BOTH, stride, max_tokens)
+    return EvaluationRequest(lengths, ("nonoverlapping", "sliding"), stride, max_tokens)
 
 
 def test_max_tokens_of_the_run_is_not_the_requests():

@@ -102,10 +102,9 @@ def random_config(style: str, generator: random.Random) -> RunConfig:
 
 
 MEGATRONS = {"warmup_stable_decay": "WSD"}
-STYLES = ("linear", "cosine", "constant", "warmup_stable_decay")
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", ("linear", "cosine", "constant", "warmup_stable_decay"))
 def test_the_rates_are_those_of_megatrons_scheduler(style):
     generator = random.Random(style)
     for _ in range(100):
