@@ -29,9 +29,10 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pretrain.config import ConfigError, Poisoned
+from pretrain.data.shards import Digest128
 from pretrain.rundir.checkpoints import Natural
 from pretrain.rundir.files import FILE_MODE, replace_file
 
@@ -39,7 +40,6 @@ BLOCK_BYTES = 1 << 20
 """Size of the blocks that are written. Files with any other block size can be read."""
 PIECE_BYTES = 16 << 20
 """Approximate number of bytes of a file that are read at once."""
-DIGEST_PATTERN = r"[0-9a-f]{32}"
 
 Bytes = NDArray[np.uint8]
 Buffer = bytes | memoryview | mmap | NDArray[Any]
@@ -330,7 +330,6 @@ _ALIGNMENT = 64
 
 Shape = Annotated[tuple[Natural, ...], Field(max_length=8)]
 """Limited to 8 axes: no tensor has more, and products of many sizes are too long to print."""
-Digest = Annotated[str, StringConstraints(pattern=f"^{DIGEST_PATTERN}$")]
 
 
 class Chunk(NamedTuple):
@@ -359,7 +358,7 @@ class TensorRecord(_Strict):
 class _File(_Strict):
     name: str
     bytes: Natural
-    blocks: tuple[Digest, ...]
+    blocks: tuple[Digest128, ...]
 
 
 class _Content(_Strict):

@@ -22,9 +22,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pretrain.checkpoint.format import (
     CONFIG,
@@ -53,7 +53,7 @@ from pretrain.config.trajectory import (
 )
 from pretrain.data.order import Segment
 from pretrain.data.shards import MANIFEST as DATA_MANIFEST
-from pretrain.data.shards import TOKENIZER_FILES
+from pretrain.data.shards import TOKENIZER_FILES, Digest256
 from pretrain.data.stream import TokenStream
 from pretrain.optim.optimizers import learning_rate
 from pretrain.rundir.checkpoints import MANIFEST, Branch, Lineage, Name, Natural, check_name, run_of
@@ -69,8 +69,6 @@ from pretrain.rundir.jobs import Provenance
 
 MASTER = "master"
 """The fp32 weights, which are saved for every parameter, as are its `RunConfig.moments`."""
-
-Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,7 @@ class FileEntry(Strict):
     """A file in the manifest."""
 
     bytes: Natural
-    sha256: Sha256 | None = None
+    sha256: Digest256 | None = None
 
 
 class Manifest(Strict):

@@ -151,8 +151,8 @@ TOKENIZER_FILES = (MODEL, JSON, DICTIONARY)
 
 _Count = Annotated[int, Field(ge=0, lt=2**53)]
 _Positive = Annotated[int, Field(gt=0, lt=2**53)]
-_Digest128 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
-_Digest256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Digest128 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+Digest256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 _Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_]*$")]
 
 
@@ -201,7 +201,7 @@ class Shard(_Record):
     bytes: _Positive
     """Size of the tar file."""
 
-    xxh3_128: _Digest128
+    xxh3_128: Digest128
     """Hex digest of the tar file."""
 
     # XXH3 rather than SHA-256, because it is ten times as fast and detects damage equally well.
@@ -225,7 +225,7 @@ class TaskShards(_Record):
     checksums: str
     """Name of the file of the checksums of the task's pieces."""
 
-    checksums_xxh3_128: _Digest128
+    checksums_xxh3_128: Digest128
 
 
 class CorpusRecord(_Record):
@@ -247,7 +247,7 @@ class Manifest(_Record):
     tokenizer: TokenizerName
     """Name of the tokenizer's file, in the directory above."""
 
-    tokenizer_sha256: _Digest256
+    tokenizer_sha256: Digest256
     """Hex digest of that file."""
 
     vocab_size: Annotated[int, Field(gt=0, le=2**32)]
@@ -276,7 +276,7 @@ class Manifest(_Record):
     checksums_bytes: _Positive
     """Size of checksums.bin."""
 
-    checksums_xxh3_128: _Digest128
+    checksums_xxh3_128: Digest128
     """Hex digest of checksums.bin."""
 
     corpora: tuple[CorpusRecord, ...]

@@ -56,7 +56,6 @@ from pretrain.positions.base import by_layer
 LARGEST_MICRO_BATCH = 64
 """In sequences. Far fewer already keep all multiprocessors of a GPU busy."""
 RECOMPUTE = ("none", "selective", "full")
-ZERO_STAGES = (1, 2, 3)
 
 
 def candidates(
@@ -106,7 +105,7 @@ def _parallel_keys(config: RunConfig, gpus: int) -> Iterator[dict[str, Any]]:
             most = config.model.num_layers // pipeline
             for virtual in [None, *range(2, most + 1)] if pipeline > 1 else [None]:
                 for sequence in (False, True) if tensor > 1 else (False,):
-                    for zero in ZERO_STAGES:
+                    for zero in (1, 2, 3):
                         yield {
                             "tensor_model_parallel_size": tensor,
                             "pipeline_model_parallel_size": pipeline,
