@@ -536,7 +536,7 @@ class Attempt:
         try:
             with writing(run):
                 make_directory(attempts)
-                _prepare(prepared, _with_checkpoint(owner, run))
+                _prepare(prepared, owner)
             number = check_free(run, owner, job_is_over)
             final = attempt_directory(run, number + 1)
             try:
@@ -768,23 +768,18 @@ def _busy(run: Path, number: int) -> RunBusy:
     )
 
 
-def _with_checkpoint(owner: Owner, run: Path) -> Owner:
-    """Return the owner with the run's newest complete checkpoint."""
-    found = complete_checkpoints(run)
-    if not found:
-        return owner
-    lineage = read_lineage(found[-1])
-    return dataclasses.replace(
-        owner,
-        checkpoint_step=checkpoint_step(found[-1].name),
-        checkpoint_id=lineage.id if lineage else None,
-    )
-
-
 def _prepare(directory: Path, owner: Owner) -> None:
-    """Write the files with which an attempt begins."""
+    """Write the files with which an attempt begins, from the run's newest complete checkpoint."""
     directory.mkdir(mode=DIRECTORY_MODE)
-    owner = dataclasses.replace(owner, directory=Place.of(directory.parents[1]))
+    run = directory.parents[1]
+    owner = dataclasses.replace(owner, directory=Place.of(run))
+    if found := complete_checkpoints(run):
+        lineage = read_lineage(found[-1])
+        owner = dataclasses.replace(
+            owner,
+            checkpoint_step=checkpoint_step(found[-1].name),
+            checkpoint_id=lineage.id if lineage else None,
+        )
     replace_json(directory / OWNER, dataclasses.asdict(owner), durable=True)
     (directory / HEARTBEAT).touch(mode=FILE_MODE)
     start = {"at": owner.began_at, "phase": Phase.STARTING, "step": owner.checkpoint_step or 0}
