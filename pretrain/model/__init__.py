@@ -109,7 +109,7 @@ def reaches(config: RunConfig) -> list[list[float]]:
     return found
 
 
-def pairs(config: RunConfig, context: int = 1) -> list[float]:
+def keys_per_query(config: RunConfig, context: int = 1) -> list[float]:
     """Return how many keys a query of each head sees, as the mean over queries and layers.
 
     This is half of the sequence, or less; for the queries of the last of several parts it may be
@@ -143,7 +143,7 @@ def received_share(config: RunConfig, context: int) -> float:
 
 def attention_share(config: RunConfig) -> float:
     """Return the share of the causal half of attention that is within the reach, in 0..1."""
-    seen = pairs(config)
+    seen = keys_per_query(config)
     return 2 * sum(seen) / len(seen) / config.data.sequence_length
 
 

@@ -20,8 +20,8 @@ from pretrain.config.tensors import widths
 from pretrain.model import (
     attention_share,
     flops_per_token,
+    keys_per_query,
     model_flops_utilization,
-    pairs,
     peak_tflops_per_second,
     received_share,
 )
@@ -466,7 +466,7 @@ class Step:
     def _attention_ms(self, config: RunConfig) -> tuple[float, float]:
         """Return `attention_ms` if all layers had the position method of a config."""
         heads = config.model.num_attention_heads // self.layout.tensor
-        seen = pairs(config, self.layout.context)
+        seen = keys_per_query(config, self.layout.context)
         most = max(sum(seen[i : i + heads]) for i in range(0, len(seen), heads))
         flops = 4 * most * config.head_dim * self.num_layers * self.tokens
         kept = Activations(config, self.device.is_modern)
