@@ -511,19 +511,20 @@ class Rounds:
 
     def upload(self) -> list[str]:
         """Upload missing checkpoints, newest first; return a line for each one that failed."""
-        missing = []
-        for number, (path, lineage) in enumerate(self.found()):
+        missing, is_newest = [], True
+        for path, lineage in self.found():
             # After a replay, the newest may be an older one than was named last.
-            if lineage.id in self._uploaded and (number or lineage.id == self._named):
+            if lineage.id in self._uploaded and not (is_newest and lineage.id != self._named):
+                is_newest = False
                 continue
             try:
                 with hold(path):
                     self._store.check_is_of(self._run)
                     self._store.upload(path, self._run)
-                    if number == 0:
+                    if is_newest:
                         if self._may_go_back or not self._is_continued(lineage):
                             self._store.set_newest(lineage)
-                        self._named = lineage.id
+                        self._named, is_newest = lineage.id, False
             except (ConfigError, RunFailed, OSError) as error:
                 # It is gone if retention deleted it, or if the run abandoned its branch.
                 if path.exists():

@@ -17,6 +17,7 @@ from pretrain.checkpoint.store import Rounds, Store, split_checkpoint
 from pretrain.config import ConfigError, RunFailed, load_config, writing
 from pretrain.config.errors import columns, moment, printable, size
 from pretrain.config.run import describe, is_url
+from pretrain.config.schema import CheckpointSection
 from pretrain.optim.optimizers import meaning
 from pretrain.rundir.attempts import check_free
 from pretrain.rundir.checkpoints import (
@@ -269,18 +270,19 @@ def _problem(error: Exception, path: Path) -> str:
 
 
 def policy_of(run: Path, keep: int | None, keep_every: int | None, keep_best: int | None) -> Policy:
-    """Return which checkpoints to keep: as the options say, or else as the run's config says.
+    """Return which checkpoints to keep: each rule as its option says, or else as the config says.
 
     Raises:
-        ConfigError: Neither says how many to keep.
+        ConfigError: Neither says how many of the newest to keep.
     """
-    if keep is not None:
-        return Policy(keep, keep_every, keep_best or 0)
     path = RunPaths(run).newest_config()
-    section = load_config(path).checkpoint if path else None
-    if section is None or section.keep is None:
+    section = load_config(path).checkpoint if path else CheckpointSection()
+    options = {"keep": keep, "keep_every": keep_every, "keep_best": keep_best}
+    given = {key: value for key, value in options.items() if value is not None}
+    policy = Policy(**section.model_dump(include=set(options)) | given)
+    if policy.keep is None:
         raise ConfigError(f"{run}: its config has no checkpoint.keep. Give --keep N")
-    return Policy(section.keep, section.keep_every, section.keep_best)
+    return policy
 
 
 def prunable(run: Path, policy: Policy) -> tuple[Path, list[Path]]:

@@ -738,7 +738,7 @@ def prune(
       pretrain checkpoint prune runs/demo/alibi --keep 2 --keep-every 1000 --yes
 
     Args:
-        keep: Newest checkpoints to keep. Default: the run's config.
+        keep: Newest checkpoints to keep. Default of this and the next two: the run's config.
         keep_every: Also keep those whose step is a multiple of this.
         keep_best: Also keep those with the lowest validation loss.
         yes: Delete. Without this option, the command only shows what it would delete.

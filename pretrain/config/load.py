@@ -166,10 +166,12 @@ def expand_path(key: str, path: str) -> str:
 
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[2]
-        # An empty one would turn $SCRATCH/runs into /runs.
-        if not (found := os.environ.get(name, "")):
+        found = os.environ.get(name, "")
+        # An empty one would turn $SCRATCH/runs into /runs, and a recorded config is read again.
+        if not found or _VARIABLE.search(found):
+            state = "itself contains a variable" if found else "is not set"
             raise ConfigError(
-                f"{key} = {path}: the variable {name} is not set. Set it (export {name}=...), or "
+                f"{key} = {path}: the variable {name} {state}. Set it (export {name}=...), or "
                 "write the path without it"
             )
         return found

@@ -191,7 +191,7 @@ class ParallelSection(Section):
     """Also split norms, dropout and their activations along the sequence, over the tensor-parallel
     ranks. Saves memory. Needs a tensor-parallel size above 1 that divides the sequence length."""
 
-    zero_stage: Free[Literal[1, 2, 3]] = 1
+    zero_stage: Free[int] = Field(default=1, ge=1, le=3)
     """DeepSpeed ZeRO over data x context ranks: 1 shards the optimizer state, 2 also the gradients,
     3 also the weights. Each stage saves memory and communicates more. 2 and 3 cannot be combined
     with pipeline parallelism."""

@@ -20,7 +20,7 @@ import functools
 import hashlib
 import math
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
@@ -324,6 +324,7 @@ def blend_of(
     seed: int,
     before: Segment | None = None,
     consumed: int = 0,
+    changed: Collection[str] = (),
 ) -> Blend:
     """Return the blend of a run: that of its checkpoint, or a new one from here on.
 
@@ -334,6 +335,8 @@ def blend_of(
         seed: Seed of the order of samples.
         before: The segment in the checkpoint; None for a new run.
         consumed: Samples consumed so far.
+        changed: Keys that change training and differ from the checkpoint's; "data.directory" if
+            the training split does.
 
     Returns:
         The blend. If samples or shares differ from `before`, it begins a new segment, in which
@@ -350,12 +353,16 @@ def blend_of(
     shares = _shares(corpora, samples)
     start, counts = 0, dict.fromkeys(samples, 0)
     if before is not None:
-        is_same = (before.samples, before.shares) == (samples, shares)
+        # Samples of another length or data set are not those that were read, even if they are as
+        # many; the order depends on the seed; and that of a single corpus is another one (`Blend`).
+        # Then a corpus begins its next pass.
+        reordering = {"run.seed", "data.sequence_length", "data.tokenizer"}
+        is_reordered = bool(reordering.intersection(changed))
+        is_reordered |= (len(before.samples) > 1) != (len(samples) > 1)
+        is_reordered |= "data.directory" in changed and before.samples == samples
+        is_same = not is_reordered and (before.samples, before.shares) == (samples, shares)
         start = before.start if is_same else consumed
         counts = before.consumed if is_same else Blend(before, seed).counts(consumed)
-        # Samples of another length, or of another data set, are not those that were read, and the
-        # order of a single corpus is another one (`Blend`). Then a corpus begins its next pass.
-        is_reordered = (len(before.samples) > 1) != (len(samples) > 1)
         for name in before.samples.keys() & samples.keys():
             old = before.samples[name]
             if old and (is_reordered or samples[name] != old):
@@ -365,7 +372,11 @@ def blend_of(
 
 
 def segment_of(
-    config: RunConfig, stream: TokenStream, before: Segment | None = None, consumed: int = 0
+    config: RunConfig,
+    stream: TokenStream,
+    before: Segment | None = None,
+    consumed: int = 0,
+    changed: Collection[str] = (),
 ) -> Segment:
     """Return the segment with which a run continues; see `blend_of`.
 
@@ -374,10 +385,12 @@ def segment_of(
         stream: Its training split.
         before: The segment that the checkpoint recorded; None for a run that begins.
         consumed: Samples consumed so far.
+        changed: Keys that change training and differ from the checkpoint's.
     """
     length, corpora, seed = config.data.sequence_length, config.data.corpora, config.run.seed
-    blend = blend_of(stream, length, corpora, seed=seed, before=before, consumed=consumed)
-    return blend.segment
+    return blend_of(
+        stream, length, corpora, seed=seed, before=before, consumed=consumed, changed=changed
+    ).segment
 
 
 def _shares(corpora: Mapping[str, CorpusSection], samples: Mapping[str, int]) -> dict[str, int]:

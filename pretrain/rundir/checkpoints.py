@@ -433,7 +433,7 @@ def checkpoints_to_resume(run: Path) -> list[Path]:
     check_one_line(found)
     ids = {saved.path.name: saved.lineage.id for saved in found if saved.lineage}
     for folder, why in read_abandoned(run)[-1:]:
-        if why.id and why.id not in ids.values() and ids.items() <= why.stayed.items():
+        if why.id and why.id not in why.stayed.values() and ids.items() <= why.stayed.items():
             raise ConfigError(
                 f"{folder / WHY}: this run was last started from {run / why.resumed}, and has "
                 f"saved no checkpoint since. Go on from there (--resume {run / why.resumed}) or "

@@ -570,7 +570,8 @@ def load_run(
         built, start_point = _load(config, topology, start_point, optimizer)
         if built is None:
             optimizer.release()
-    segment = segment_of(part, streams[0], built.segment, built.consumed_samples)
+    changed = {each.key for each in start_point.differences if each.effect in BY_NAME}
+    segment = segment_of(part, streams[0], built.segment, built.consumed_samples, changed)
     state = dataclasses.replace(built, segment=segment)
     on_main(topology, lambda: _settle(config, start_point, reporter.attempt))
     return Run(

@@ -12,10 +12,11 @@ from typer.testing import CliRunner
 from pretrain.checkpoint.manifest import Change, Checkpoint
 from pretrain.checkpoint.tools import policy_of, prune, show_source, verify_sources
 from pretrain.cli.commands import app
-from pretrain.config import ConfigError, RunFailed
+from pretrain.config import ConfigError, RunFailed, dump_config
 from pretrain.rundir.attempts import Attempt, RunBusy
 from pretrain.rundir.checkpoints import complete_checkpoints, hold
 from pretrain.rundir.history import Policy
+from tests.conftest import tiny_config
 from tests.unit.saved import after, flip, save
 
 
@@ -112,4 +113,8 @@ def test_prune_keeps_everything_when_the_newest_is_damaged_or_the_run_is_trained
         prune(run, Policy(1))
     assert len(complete_checkpoints(run)) == 4
     with pytest.raises(ConfigError, match=r"no checkpoint\.keep"):
-        policy_of(run, None, None, None)
+        policy_of(run, None, 4, None)
+    rules = tiny_config(checkpoint={"keep": 2, "keep_every": 6})
+    (run / "config.toml").write_text(dump_config(rules))
+    assert policy_of(run, None, 4, None) == Policy(2, 4)
+    assert policy_of(run, 1, None, 3) == Policy(1, 6, 3)

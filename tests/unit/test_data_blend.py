@@ -177,6 +177,16 @@ def test_a_corpus_that_gets_or_loses_others_begins_another_pass(tmp_path, before
     assert sorted(read) == list(range(100))
 
 
+@pytest.mark.parametrize("key", ["run.seed", "data.directory", "data.sequence_length"])
+def test_another_order_of_as_many_samples_begins_another_pass(tmp_path, key):
+    stream = make_stream(tmp_path, {"a": 201})
+    first = blend_of(stream, 2, {}, seed=4)
+    since = {"before": first.segment, "consumed": 60, "changed": {key}}
+    second = blend_of(stream, 2, {}, seed=5, **since)
+    assert sorted(sample for _, sample in pairs(second, 60, 100)) == list(range(100))
+    assert second.segment.start == 60
+
+
 def test_many_corpora_are_placed_without_overflow():
     """Six shares below 2^31 whose sum is above it, against Python's integers."""
     shares = {name: 10**9 + 7 * number for number, name in enumerate("abcdef")}

@@ -143,6 +143,8 @@ def test_whatever_moment_a_kill_comes_at_the_run_has_one_line_and_loses_nothing(
         if len(renames) < last:
             break
     assert kills >= 6
+    (path / "manifest.json").unlink()
+    assert names(checkpoints_to_resume(run)) == [4, 2]
 
 
 def test_a_branch_begins_where_its_checkpoints_could_be_taken_for_others(tmp_path):

@@ -39,6 +39,8 @@ VALUES: list[tuple[str, tuple[str, ...]]] = [
     ("run.directory=$UNSET/runs", ("$UNSET/runs", "UNSET is not set")),
     ("run.directory=${UNSET}", ("UNSET is not set", "export UNSET=")),
     ("run.directory=$EMPTY/runs", ("EMPTY",)),
+    ("run.directory=$HOLDS_ONE/runs", ("HOLDS_ONE itself contains a variable",)),
+    ("parallel.zero_stage=2.0", ("valid integer", "got float")),
     ("data.directory=~nobody-of-this-name/x", ("no such home directory",)),
     ('data.paths=["a", "$UNSET"]', ("$UNSET", "UNSET is not set")),
 ]
@@ -54,6 +56,7 @@ KEYS = [
 @pytest.mark.parametrize(("override", "names"), VALUES, ids=[row[0][:40] for row in VALUES])
 def test_a_value_of_the_command_line(path, monkeypatch, override, names):
     monkeypatch.setenv("EMPTY", "")
+    monkeypatch.setenv("HOLDS_ONE", "/data/$HOME")
     monkeypatch.delenv("UNSET", raising=False)
     key, said = override.partition("=")[0], message(path, override)
     assert said.startswith(f"{path}: ") and key in said.splitlines()[0]

@@ -191,6 +191,13 @@ def test_a_failed_upload_warns_once_and_is_tried_again_with_the_next_checkpoint(
     assert rounds.upload() == []
     newest = Store(f"faulty://{tmp_path}/store").newest()
     assert newest is not None and newest.lineage.id == first.lineage.id
+    # Of two saved since, the newest cannot be sent.
+    third = save(run, 4, after(first))
+    fourth = save(run, 6, after(third))
+    flip(fourth.path / "rank-00001.safetensors")
+    assert [line.split(": ")[0] for line in rounds.upload()] == [str(fourth.path)]
+    newest = Store(f"faulty://{tmp_path}/store").newest()
+    assert newest is not None and newest.lineage.id == third.lineage.id
 
 
 def test_a_process_that_dies_is_told_of_and_made_up_for(tmp_path, capsys):
