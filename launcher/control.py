@@ -260,9 +260,6 @@ def cancel(run: Path, save: bool) -> None:
     training, evaluating = _jobs_in_queue(run, JobKind.TRAIN, JobKind.EVALUATE)
     if not training and (save or not evaluating):
         raise ConfigError(f"{run}: {_why_no_job(run, 'nothing to cancel')}")
-    if not save:
-        # First, or the supervisor would send another job for each evaluation cancelled below.
-        evaluations.pause(run)
     for job in training:
         if save and not job.is_starting:
             _save_and_stop(run, job)
@@ -272,6 +269,10 @@ def cancel(run: Path, save: bool) -> None:
         # The ranks save on SIGTERM, which succeeds if it is faster than that.
         effect = "was waiting" if job.is_pending else "may save until Slurm kills it (KillWait)"
         print(f"job {job.job_id}: cancelled; it {effect}")
+    if not save:
+        # Before they are cancelled, or the supervisor would send another job for each; after the
+        # training jobs, because a pause whose cancellation failed would end all evaluations.
+        evaluations.pause(run)
     for job in evaluating:
         if save:
             print(f"job {job.job_id}: evaluates a checkpoint, not cancelled")
@@ -323,7 +324,7 @@ def _requeue_job(run: Path, job: JobState) -> None:
     """Let a job in the queue start again, or print that it will start anyway.
 
     Raises:
-        RunFailed: The job is held or suspended.
+        RunFailed: The job is held, suspended or ending.
     """
     if job.is_running or job.is_suspended:
         if not attempts_of(read_attempts(run), job):
@@ -343,9 +344,11 @@ def _requeue_job(run: Path, job: JobState) -> None:
     elif job.is_held:
         release = slurm.order("release", job.job_id)
         raise RunFailed(f"job {job.job_id}: is held ({job.reason}). Release it with `{release}`")
-    else:
+    elif job.is_starting:
         reason = f" ({job.reason})" if job.reason else ""
         print(f"job {job.job_id}: {job.state}{reason}, starts by itself")
+    else:
+        raise RunFailed(f"job {job.job_id}: {job.state}. Ask again when it has ended")
 
 
 def _jobs_in_queue(run: Path, *kinds: str) -> list[list[JobState]]:

@@ -426,8 +426,6 @@ def run_job(run: Path, name: str) -> int:
     # SIGUSR1 asks to save and start again. An evaluation has nothing to save, so it continues.
     with job_signals() as signals:
         code = evaluate_once(run, name, start, signals)
-        if signals.stops:
-            return code
         # Also if another job made the result, as that job may have been killed before its report.
         if (paths.evaluations / name).exists():
             report = [*job.single(), *python, "report", str(run)]

@@ -51,16 +51,20 @@ from pretrain.rundir.attempts import (
     read_attempts,
 )
 from pretrain.rundir.jobs import (
+    JobRecord,
     LaunchRecord,
     already_done,
+    append_job,
     is_done,
     owner_of,
+    read_jobs,
     read_launch,
     why_other_code,
 )
 from pretrain.rundir.paths import (
     STARTED_AGAIN,
     ExitCode,
+    JobKind,
     Outcome,
     RunPaths,
     attempt_directory,
@@ -345,6 +349,12 @@ def attempt(run: Path) -> int:
         return 0
     if why := why_other_code(launch):
         say(f"warning: {why}")
+    if all(record.job_id != job_id for record in read_jobs(run)):
+        # It was sent with sbatch, or sbatch ended before it said the job's id.
+        site, size = launch.site["name"], (launch.nodes, launch.num_tasks)
+        append_job(
+            run, JobRecord(job_id, JobKind.TRAIN, run.name, time.time(), site, *size, str(run))
+        )
     # SIGUSR1 asks for a checkpoint and a restart, SIGTERM for a checkpoint and the end. They come
     # from `launcher requeue` and `launcher cancel --save`; the warning before the time limit goes
     # from Slurm to the ranks directly.

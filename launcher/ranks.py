@@ -344,7 +344,7 @@ def _stuck_nodes(stacks: bytes, where: Sequence[str]) -> tuple[str, ...]:
         # All have written stacks, so the culprit is the one rank that the others wait for.
         alone = [rank for rank in wrote if IN_COLLECTIVE not in said[rank]]
         alone = alone if len(alone) == 1 else []
-    if not wrote or len(alone) == len(where):
+    if not wrote or len(alone) >= len(where):
         return ()
     return tuple(dict.fromkeys(where[rank] for rank in sorted(alone)))
 

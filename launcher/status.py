@@ -361,9 +361,15 @@ def is_alive(attempt: AttemptRecord, now: float) -> bool:
 def attempts_of(attempts: Sequence[AttemptRecord], job: JobState) -> list[AttemptRecord]:
     """Return the attempts that a job has begun since Slurm last started it.
 
-    A requeued job keeps its id, so earlier attempts are told apart by the count of restarts.
+    A requeued job keeps its id, so earlier attempts are told apart by the count of restarts. Slurm
+    raises the count while the job is still ending.
     """
-    return [each for each in attempts if each.owner.is_of_start(job.job_id, job.restarts)]
+    return [
+        each
+        for each in attempts
+        if each.owner.is_of_start(job.job_id, job.restarts)
+        or (job.is_ending and each.owner.is_of_job(job.job_id))
+    ]
 
 
 def queued(records: Sequence[JobRecord], queue: Queue, kind: str) -> list[JobState]:
@@ -453,7 +459,14 @@ def _state_without_a_job(
     if newest is None and not jobs:
         # With metrics but no attempt, only a part of the run's directory was copied here.
         return "not recorded" if RunPaths(run).metrics.exists() else "not started", ""
-    job_is_newer = bool(jobs) and (newest is None or jobs[-1].submitted_at > newest.owner.began_at)
+    # An attempt of the last job is newer than it, whatever the clock of its node says.
+    job_is_newer = bool(jobs) and (
+        newest is None
+        or (
+            not newest.owner.is_of_job(jobs[-1].job_id)
+            and jobs[-1].submitted_at > newest.owner.began_at
+        )
+    )
     # Without Slurm, the state is known only if the last attempt ended for good, and began after the
     # last submission.
     is_final = newest and newest.ended and newest.ended.outcome not in STARTED_AGAIN

@@ -30,7 +30,7 @@ from pretrain.launcher import agent, slurm, slurm_job
 from pretrain.launcher.site import Site, SlurmRequest
 from pretrain.launcher.slurm_job import Job
 from pretrain.rundir.attempts import read_attempts
-from pretrain.rundir.files import let_nobody_write, make_directory, replace_file
+from pretrain.rundir.files import let_nobody_write, make_directory, read_text, replace_file
 from pretrain.rundir.jobs import (
     LaunchRecord,
     Source,
@@ -450,8 +450,15 @@ def send(runs: Sequence[TrainingRun], job: Job, files: Mapping[Path, str]) -> li
     # Written before sbatch runs: on an idle cluster the job may start, and read the files, before
     # sbatch returns; and Slurm does not create the folder of --output, without which a job dies
     # with no message.
+    before = {path: read_text(path) for path in launch_files}
     write_files(launch_files, folders)
-    job_id = job.submit()
+    try:
+        job_id = job.submit()
+    except slurm.SlurmError as error:
+        if not isinstance(error, slurm.SlurmAway):
+            # `launcher requeue` submits what is there.
+            write_files({path: text for path, text in before.items() if text})
+        raise
     ids = [f"{job_id}_{index}" if job.is_array else job_id for index in range(len(runs))]
     for run_job_id, run in zip(ids, runs):
         claim_version(run.directory)
@@ -529,6 +536,11 @@ def _wanted_runs(paths: Sequence[Path], overrides: Sequence[str]) -> list[RunCon
             raise ConfigError(
                 f"{path}: run.directory = {config.run.directory} is another run's of this sweep. "
                 "Give each config a directory of its own"
+            )
+        upload = config.checkpoint.upload_to
+        if upload and any(upload == other.checkpoint.upload_to for other in runs.values()):
+            raise ConfigError(
+                f"{path}: checkpoint.upload_to = {upload} is another run's of this sweep"
             )
         runs[directory] = config
     return list(runs.values())

@@ -140,7 +140,8 @@ def read_jobs(run: Path) -> list[JobRecord]:
     """Return the jobs submitted for a run, oldest first; none from the original of a copied run."""
     lines = read_json_lines(RunPaths(run).jobs, MAX_BYTES)
     own = (from_json(JobRecord, line) for line in lines if not is_of_copied(line, run))
-    return [record for record in own if record is not None]
+    # A job that began before its submission was recorded has recorded itself.
+    return list({record.job_id: record for record in own if record is not None}.values())
 
 
 def read_launch(run: Path) -> LaunchRecord:

@@ -337,7 +337,10 @@ def resolve(path: Path, asked: StudyFile) -> Study:
                 "and seed. Leave one of the two out"
             )
         directory = json.dumps(str(Path(asked.directory, "runs", name)), ensure_ascii=False)
-        config = load_config(source, [*settings, f"run.directory={directory}"])
+        own = [f"run.directory={directory}"]
+        if url := config.checkpoint.upload_to:
+            own.append(f"checkpoint.upload_to={url.rstrip('/')}/{name}")
+        config = load_config(source, [*settings, *own])
         runs[name] = StudyRun(name, config, source, size)
     if unknown := ", ".join(sorted(asked.further_seeds.keys() - met)):
         raise ConfigError(
