@@ -37,7 +37,8 @@ SAMPLED_TOKENS = 2**20
 """Random sequences consist of tokens that occur among this many first tokens of the text."""
 MAX_DRAWS = 10_000
 """Largest number of draws of a place for a needle, before the text counts as having none."""
-LIST = " List:"
+LIST, END = " List:", " ."
+"""Around a list of words. Without the end, a token of the text could continue the last word."""
 WORDS_TOKENS = 2**18
 """Words of RULER's tasks are taken from this many first tokens of the text."""
 WORD = re.compile(r"(?<![^\W_])[a-z]{4,8}(?![^\W_])")
@@ -341,10 +342,11 @@ class CommonWords(Ruler):
 
     def ask(self, text: Text, random: np.random.Generator, room: int) -> Question:
         often, seldom = (30, 3) if room >= 4096 else (6, 1)
-        words = text.draw_words(random, max(self.common, min(room, len(text.words))))
+        # All, because the words drawn depend on how many are, and `shortest` has no room for any.
+        words = text.draw_words(random, max(self.common, len(text.words)))
         chosen, found = words[: self.common], words[: self.common] * often
         query = text.encode(f" The {self.common} most common words of the list are")
-        room -= len(query) + len(text.enumerated(chosen)) + len(text.encode(LIST))
+        room -= len(query) + len(text.enumerated(chosen)) + len(text.encode(LIST, END))
         room -= often * len(text.encode(*(f" {word}" for word in chosen)))
         for word in words[self.common :]:
             room -= seldom * len(text.encode(f" {word}"))
@@ -352,7 +354,7 @@ class CommonWords(Ruler):
                 break
             found += [word] * seldom
         found = [found[i] for i in random.permutation(len(found))]
-        listed = text.encode(LIST, *(f" {word}" for word in found))
+        listed = text.encode(LIST, *(f" {word}" for word in found), END)
         answer = text.enumerated(sorted(chosen, key=found.index))
         return Question([listed], [], query, answer)
 
@@ -373,7 +375,7 @@ class FrequentWords(Ruler):
         tokens = [text.encode(f" {word}") for word in ("...", *words)]
         query = text.encode(" The three most frequent words of the list are")
         answer = text.enumerated(words[:3])
-        room -= len(query) + len(answer) + len(text.encode(LIST))
+        room -= len(query) + len(answer) + len(text.encode(LIST, END))
 
         def counts(total: int) -> NDArray[np.int64]:
             # The sum of 1 / rank^2 over all ranks is pi^2 / 6.
@@ -388,7 +390,7 @@ class FrequentWords(Ruler):
             total -= 1
         found = np.repeat(np.arange(len(ranks)), counts(total))
         shuffled = [tokens[i] for i in random.permutation(found)]
-        listed = np.concatenate([text.encode(LIST), *shuffled])
+        listed = np.concatenate([text.encode(LIST), *shuffled, text.encode(END)])
         return Question([listed], [], query, answer)
 
 

@@ -222,8 +222,8 @@ READ_TOKENS = 1 << 20
 _CUT = "\N{REPLACEMENT CHARACTER}"
 """Tokenizers decode an incomplete character to this."""
 BLOCKS = 64
-"""Largest number of blocks of a text, for each of which losses are kept. A text with that many
-tokens has at least half as many blocks."""
+"""Largest number of blocks of a text, for each of which losses are kept. Any longer
+text has at least 29."""
 
 
 def block_ends(ids: NDArray[np.generic], eos_id: int) -> NDArray[np.int64]:

@@ -486,7 +486,7 @@ class Gpt2(Opt):
 class GptNeoX(Rotated):
     model_type = "gpt_neox"
     name = "GPTNeoXForCausalLM"
-    positions = ("rotary",)
+    base_key = "rotary_emb_base"
     rows = (
         *CLASSIC,
         *sizes("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"),
@@ -516,11 +516,6 @@ class GptNeoX(Rotated):
         "mlp.linear_fc1": "mlp.dense_h_to_4h",
         "mlp.linear_fc2": "mlp.dense_4h_to_h",
     }
-
-    def marks(self, config: RunConfig) -> dict[str, Any]:
-        # Keys of transformers 4 in place of rope_parameters, which other programs still read.
-        rope = config.position.rope()
-        return {"rotary_pct": rope.percent, "rotary_emb_base": rope.base} if rope else {}
 
     def note(self, config: RunConfig, settings: Any) -> str:
         order = "parallel" if config.model.parallel_residual else "sequential"

@@ -291,5 +291,5 @@ def _curve(config: RunConfig, checkpoint: Path) -> list[dict[str, Any]]:
     if step is None or checkpoint.absolute().parent.name != "checkpoints":
         return []
     metrics = RunPaths(checkpoint.absolute().parents[1]).metrics
-    common = {"method": config.position.method, "checkpoint": str(checkpoint)}
+    common = {"method": config.position_name, "checkpoint": str(checkpoint)}
     return [{**common, **record} for record in evaluation_records(metrics, step)]

@@ -373,7 +373,7 @@ def stock_config(
                 f"each process. `pretrain import {source.folder} RUN` makes a run of it, which "
                 "takes such settings"
             )
-    return config, method or config.position.method
+    return config, method or config.position_name
 
 
 def stand_in(settings: Any) -> dict[str, dict[str, Any]]:
@@ -457,7 +457,8 @@ def _check_parity(source: Source, out: Path, checkpoint: Path) -> None:
         raise RunFailed(
             f"{source.folder}: our model does not compute what transformers computes, so {out} was "
             f"not made. If the folder was changed after its export, remove its {MARKER}. Else this "
-            f"is a defect of the import: report it with the folder's {CONFIG}"
+            f"is a defect of the import, or rounding in very large weights if the difference is "
+            f"near the limit: report it with the folder's {CONFIG}"
         )
 
 

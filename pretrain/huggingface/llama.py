@@ -77,6 +77,8 @@ class Rotated(HuggingFaceClass):
     """A class with rotary positions."""
 
     positions = ("rotary",)
+    base_key: ClassVar = "rope_theta"
+    """transformers 4's name of the base."""
 
     def settings(self, config: RunConfig, max_length: int, state: State = None) -> dict[str, Any]:
         found = super().settings(config, max_length, state)
@@ -86,6 +88,14 @@ class Rotated(HuggingFaceClass):
             base = method.rotary_scaling.larger_base(method.rotary_base, channels)
             found["rope_parameters"]["rope_theta"] = base
         return found
+
+    def marks(self, config: RunConfig) -> dict[str, Any]:
+        # Keys of transformers 4 in place of rope_parameters, which other programs still read.
+        found = self.settings(config, config.data.sequence_length)["rope_parameters"]
+        marks = {self.base_key: found.pop("rope_theta")}
+        if (percent := found.pop("partial_rotary_factor", None)) is not None:
+            marks["rotary_pct"] = percent
+        return marks if found == {"rope_type": "default"} else marks | {"rope_scaling": found}
 
 
 # ---- Llama ---------------------------------------------------------------------------------------
@@ -142,13 +152,6 @@ class Llama(Rotated):
 
     def biased(self, config: RunConfig, module: str) -> bool:
         return config.model.add_qkv_bias and module in (QKV, PROJ)
-
-    def marks(self, config: RunConfig) -> dict[str, Any]:
-        # Keys of transformers 4 in place of rope_parameters, which other programs still read.
-        found = self.settings(config, config.data.sequence_length)["rope_parameters"]
-        base = found.pop("rope_theta")
-        scaling = {} if found == {"rope_type": "default"} else {"rope_scaling": found}
-        return {"rope_theta": base, **scaling}
 
     def note(self, config: RunConfig, settings: Any) -> str:
         groups = f"{config.num_query_groups} of {config.model.num_attention_heads}"

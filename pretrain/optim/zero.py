@@ -369,6 +369,7 @@ def deepspeed_config(config: RunConfig, topology: Topology) -> dict[str, Any]:
     stage = topology.layout.zero_stage
     # The default of 5e8 elements would take 2 GB in fp32, which a small model does not need.
     bucket_size = min(DEFAULT_BUCKET_SIZE, num_parameters(config))
+    bucket_size += bucket_size % 2  # An odd one is refused.
     result: dict[str, Any] = {
         "train_batch_size": topology.layout.replicas,
         # To DeepSpeed a step is one sample per rank. Megatron's schedule splits it into micro
