@@ -134,9 +134,7 @@ def _stage3_range(optimizer: ZeroOptimizer, named: Named) -> tuple[int, dict[str
     ones (deepspeed/runtime/zero/partition_parameters.py, `_partition_param`).
     """
     parameter = cast(Any, named.parameter)
-    size = parameter.ds_tensor.numel()
-    start = replica_group().rank() * size
-    count = min(size, parameter.ds_numel - start)
+    start, count = _stage3_part(parameter)
     if count <= 0:
         return None
     tensors = {}
@@ -148,6 +146,24 @@ def _stage3_range(optimizer: ZeroOptimizer, named: Named) -> tuple[int, dict[str
         )
         tensors[key] = part.detach().view(-1)[:count]
     return start, tensors
+
+
+def _stage3_part(parameter: Any) -> tuple[int, int]:
+    """Return where this rank's part begins, and how many of its elements are not padding."""
+    size = parameter.ds_tensor.numel()
+    start = replica_group().rank() * size
+    return start, max(0, min(size, parameter.ds_numel - start))
+
+
+def _clear_padding(optimizer: ZeroOptimizer) -> None:
+    """Set ZeRO 3's padding to 0. DeepSpeed leaves in it whatever the memory held."""
+    for parameter in (cast(Any, named.parameter) for named in optimizer.parameters):
+        _, count = _stage3_part(parameter)
+        master, _ = optimizer.zero._get_fp32_opt_state_partition(
+            parameter, release_swap_buffers=False
+        )
+        for part in (parameter.ds_tensor.data, master.detach()):
+            part.view(-1)[count:] = 0
 
 
 # DeepSpeed's default reduction bucket, in elements.
@@ -183,6 +199,8 @@ class ZeroOptimizer:
             reduce_sequence_parallel_on_accumulation(chunks)
         self.engine = _build_engine(config, topology, chunks, buckets)
         self._sharded_step: ShardedStep | None = None
+        if self.stage == 3:
+            _clear_padding(self)
         if self.stage == 1:
             self._sharded_step = ShardedStep(
                 self.zero,

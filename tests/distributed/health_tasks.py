@@ -360,12 +360,16 @@ def build_run(config: RunConfig) -> Any:
     topology = initialize(config)
     chunks = build_model(config)
     state = TrainerState(step=0, consumed_samples=0)
+    # New memory holds NaN instead of what happens to lie there, such as ZeRO 3's padding.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    optimizer = ZeroOptimizer(config, topology, chunks)
+    torch.use_deterministic_algorithms(False)
     return Run(
         config=config,
         whole=config,
         topology=topology,
         chunks=chunks,
-        optimizer=ZeroOptimizer(config, topology, chunks),
+        optimizer=optimizer,
         training_stream=None,  # type: ignore[arg-type]  # not read
         validation_stream=None,  # type: ignore[arg-type]  # not read
         state=state,

@@ -142,7 +142,7 @@ def test_a_copy_that_drifts_is_found_between_saves(pools, tiny_data, tmp_path):
         ("pp2vpp2", "bf16", "alibi", "fp32"),
         ("cp2-dp2", "bf16", "t5", "bf16"),
         ("zero2-tp2sp-dp2", "bf16", "alibi", "fp32"),
-        ("zero3-tp2sp-dp2", "fp32", "t5", "fp32"),
+        ("zero3-tp2sp-dp2", "fp32", "fire", "fp32"),
     ],
 )
 def test_ranks_that_are_in_order_are_left_alone(pools, layout, precision, method, wire):
