@@ -70,6 +70,8 @@ class Section(BaseModel):
         extra="forbid",
         strict=True,
         allow_inf_nan=False,
+        # Otherwise infinity in a phase's key would be written as a missing value.
+        ser_json_inf_nan="constants",
     )
 
     EFFECT: ClassVar[Effect | None] = None

@@ -14,6 +14,7 @@ import tomli_w
 
 from pretrain.rundir.attempts import read_attempts
 from pretrain.rundir.checkpoints import newest_checkpoint_step
+from pretrain.rundir.jobs import read_jobs
 from tests.end_to_end.commands import ROOT, executable, wait_for
 from tests.slurm.test_follow import Desk, desk
 
@@ -72,10 +73,13 @@ def test_signals_before_the_launcher_runs_are_held_and_none_ends_the_job(desk: D
         assert done.returncode == 0, done.stderr
     time.sleep(0.5)
     assert desk.cluster.job(job)["JobState"] == "RUNNING"
+    # As if it had been sent with sbatch.
+    (desk.folder / RUN / "jobs.jsonl").unlink()
     gate.open()
     wait_for(lambda: outcomes(desk)[:1] == ["restart"])
     second = desk.wait_for_step(RUN, 2)
     assert second.owner.slurm_job_id == job and second.owner.slurm_restart_count == 1
+    assert [record.job_id for record in read_jobs(desk.folder / RUN)] == [job]
     assert desk.cluster.job(job)["JobState"] == "RUNNING"
 
 

@@ -256,6 +256,14 @@ def test_a_run_is_trained_by_one_job_at_a_time_and_keeps_what_was_sent(
     succeeded(desk.submit("run", "--set", "train.num_steps=70"))
     assert load_config(desk.work / "run/launch/config.toml").train.num_steps == 70
     desk.wait_until_over(desk.job_ids("run")[1])
+    # What sbatch refuses after its test leaves what `launcher requeue` would submit.
+    sent = {path: path.read_text() for path in (desk.work / "run/launch").iterdir()}
+    real = shutil.which("sbatch", path=cluster.environment["PATH"])
+    refuses = f'#!/bin/bash\n[[ "$*" == *--test-only* ]] && exec {real} "$@"\nexit 1\n'
+    executable(desk.home / "sbatch", refuses)
+    path = f"{desk.home}:{cluster.environment['PATH']}"
+    explained(desk.submit("run", "--set", "train.num_steps=80", PATH=path), 1, "sbatch")
+    assert sent == {path: path.read_text() for path in (desk.work / "run/launch").iterdir()}
 
 
 def test_what_slurm_refuses_leaves_no_trace(desk: Desk) -> None:

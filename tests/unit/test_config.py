@@ -227,7 +227,7 @@ def test_a_phase_inherits_what_those_before_it_change(path):
     path.write_text(
         phases(
             "steps = 2\ndata.sequence_length = 32",
-            "tokens = 1000\nschedule.lr_warmup_steps = 3",
+            "tokens = 1000\nschedule.lr_warmup_steps = 3\noptimizer.clip_grad = inf",
             'data.sequence_length = 64\nposition.method = "rotary"',
         )
     )

@@ -278,3 +278,7 @@ def test_the_runs_of_a_sweep_have_directories_of_their_own():
     site = parse_site(CPU | {"tasks_per_node": 2}, "s")
     with pytest.raises(ConfigError, match="is another run's of this sweep"):
         sweep([Path("configs/demo.toml")] * 2, site, [], SlurmRequest(), dry_run=True)
+    stored = ["checkpoint.upload_to=file:///s"]
+    with pytest.raises(ConfigError, match="upload_to = file:///s is another run's of this sweep"):
+        both = [Path("configs/demo.toml"), Path("configs/demo_debian.toml")]
+        sweep(both, site, stored, SlurmRequest(), dry_run=True)

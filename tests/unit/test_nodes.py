@@ -79,6 +79,8 @@ def test_the_node_of_a_rank_that_hangs_by_itself(stacks, nodes):
     where = nodes_of_ranks(["srun", "--ntasks-per-node=2", "--ntasks=4"], ["n1", "n2"])
     said = "".join(STACK.format(rank, rank, file) for rank, file in stacks) + "srun: got SIGCONT\n"
     assert _stuck_nodes(said.encode(), where) == nodes
+    # Slurm has named no node.
+    assert _stuck_nodes(said.encode(), []) == ()
 
 
 def test_the_time_that_another_attempt_needs():

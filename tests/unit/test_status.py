@@ -183,6 +183,11 @@ def test_without_slurm_a_sent_run_is_unknown_until_its_files_tell(capsys):
     attempt.end("finished", 0, "at step 9", 9)
     show_status([run])
     assert status_of(run).state == "finished" and "squeue" not in capsys.readouterr().out
+    # By the node's clock its attempt began before it was submitted.
+    late, attempt = make_run("b", job="13")
+    append_job(late, JobRecord("13", "train", "b", time.time() + 30, "site", 2, 4, str(late)))
+    attempt.end("finished", 0, "at step 9", 9)
+    assert status_of(late).state == "finished"
 
 
 def test_a_table_of_many_runs_fits_the_terminal(monkeypatch):

@@ -86,13 +86,17 @@ def test_methods_lengths_and_seeds_are_a_run_each_with_equal_tokens_a_step(tmp_p
 def test_a_study_differs_from_its_config_in_what_it_says_and_in_nothing_else(
     tmp_path: Path,
 ) -> None:
-    own = '["train.num_steps=640", "run.directory=x", "run.seed=7"]'
+    own = (
+        '["train.num_steps=640", "run.directory=x", "run.seed=7", "checkpoint.upload_to=file:///u"]'
+    )
     found = study(tmp_path, FIELDS | {"settings": own, "seeds": "[1234]"})
     assert all(run.config.run.directory == f"s/runs/{run.name}" for run in found.runs)
+    assert all(run.config.checkpoint.upload_to == f"file:///u/{run.name}" for run in found.runs)
     given = load_config(DEMO).model_dump()
     said = {
         "run": {"directory"},
         "position": {"method"},
+        "checkpoint": {"upload_to"},
         "data": {"sequence_length"},
         "batch": {"micro_batch_size", "global_batch_size"},
         "train": {"num_steps"},
