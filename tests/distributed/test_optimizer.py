@@ -6,12 +6,14 @@ The reference is a dense model, clipping by the global norm and torch.optim.Adam
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import pytest
 import torch
 
 from pretrain.config import RunConfig
+from pretrain.config.tensors import num_parameters
 from pretrain.optim.optimizers import learning_rate
 from tests.conftest import ALL_LAYOUTS, LAYOUTS, mark_torture, tiny_config
 from tests.distributed import tasks
@@ -111,6 +113,14 @@ def test_steps_equal_adamw(pools, method, layout):
     assert losses[-1] < losses[0] - 0.2, "nothing was learned, so nothing was compared"
     assert max(norms) > config.optimizer.clip_grad, "nothing was clipped"
     assert_close_by_name(actual["weights"], weights, **WEIGHT)
+
+
+def test_an_odd_number_of_parameters_trains(pools):
+    config = _config("alibi-trainable", model={"num_attention_heads": 1})
+    assert num_parameters(config) % 2 == 1
+    state, batches = random_state(config, seed=11), learnable_batches(1)
+    [found] = pools(1).run(tasks.train_steps, config, state, batches)
+    assert math.isfinite(found["losses"][0])
 
 
 def test_recomputing_replays_the_same_dropout(pools):

@@ -20,11 +20,11 @@ from transformers import AutoConfig, AutoTokenizer
 
 from pretrain.config import ConfigError
 from pretrain.data.tokenizer import load_tokenizer
-from pretrain.huggingface.classes import class_of
+from pretrain.huggingface.classes import CLASSES, class_of
 from pretrain.huggingface.consumers import CONSUMERS, Export, Loaded, Proof, chosen, prove
 from pretrain.huggingface.folder import special_ids, to_huggingface
 from pretrain.huggingface.parity import compare
-from tests.conftest import mark_torture
+from tests.conftest import mark_torture, tiny_config
 from tests.reference.dense_gpt import DenseGPT, make_config
 from tests.unit.test_export import MODELS, ORIGINAL, SLOPES, random_ids, state_of, tokenizer_path
 
@@ -268,5 +268,9 @@ def test_the_folder_has_the_spellings_that_older_readers_know(written):
     }.items():
         settings = json.loads((written("llama.cpp", name)[0].folder / "config.json").read_text())
         assert {key: settings[key] for key in keys} == keys
+    ntk = {"method": "rotary", "rotary_scaling": {"type": "ntk", "factor": 4.0}}
+    marks = CLASSES["gpt_neox"].marks(tiny_config(position=ntk))
+    # 96 channels in 8 heads.
+    assert marks == {"rotary_emb_base": pytest.approx(1e4 * 4 ** (12 / 10)), "rotary_pct": 1.0}
     plain = json.loads((written("llama.cpp", "bloom_norm")[0].folder / "config.json").read_text())
     assert "neutralised_embedding_layernorm" not in plain

@@ -111,6 +111,16 @@ def test_dynamic_rotary_positions_are_those_of_each_length(folder, tmp_path):
     assert evaluated(folder, lengths="64,256", text=text)[0]["loss_nats"] == alone["loss_nats"]
 
 
+@pytest.mark.parametrize(
+    "folder",
+    [lambda: llama(vocab_size=300, rope_parameters=DYNAMIC | {"rope_type": "linear"})],
+    indirect=True,
+)
+def test_scaled_rotary_positions_have_their_name(folder, tmp_path):
+    [found] = evaluated(folder, lengths="64", text=[str(tmp_path / "text")])
+    assert found["method"] == "rotary_scaled"
+
+
 @pytest.mark.parametrize("folder", [lambda: BertLMHeadModel(BERT)], indirect=True)
 def test_an_encoder_has_no_perplexity(folder, tmp_path):
     with pytest.raises(ConfigError, match="depends on the tokens after it"):

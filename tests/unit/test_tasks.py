@@ -241,7 +241,10 @@ def solver(text: Text, solve):
 def test_whoever_reads_the_prompt_answers_and_without_what_is_asked_nobody(
     shakespeare, task, length
 ):
-    assert task.shortest(shakespeare, 4) < 640
+    shortest = task.shortest(shakespeare, 4)
+    assert shortest < 640
+    for sample in range(4):
+        task.draw(shakespeare, shortest, task.depths[0], sample)
     solve = solver(shakespeare, lambda prompt: answer(task.name, prompt))
     found = list(measure(task, shakespeare, length, 4, solve))
     assert [r["depth"] for r in found if r["measure"] == "exact"] == list(task.depths)
