@@ -352,7 +352,9 @@ def parse_config(values: dict[str, Any], origin: str, overrides: Sequence[str] =
     Raises:
         ConfigError: When a key or value is not valid, or the run cannot work.
     """
-    values = overridden(without_version(values, origin), overrides)
+    # The keys of a missing section are named instead of the section.
+    sections = {name: {} for name, field in RunConfig.model_fields.items() if field.is_required()}
+    values = overridden(sections | without_version(values, origin), overrides)
     try:
         values = expand_paths(values)
         rules.check_secrets(values)

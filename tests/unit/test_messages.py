@@ -77,7 +77,7 @@ FILES: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "a torn section": (b"[run\n", ("not a readable config file", "line 1")),
     "no value": (b"a = \n", ("not a readable config file", "line 1")),
     "a section twice": (b"[run]\n[run]\n", ("not a readable config file", "line 2")),
-    "nothing": (b"", ("model: missing", "train: missing")),
+    "nothing": (b"", ("model.num_layers: missing", "optimizer.learning_rate: missing")),
     "a key without its section": (b"num_steps = 4\n", ("did you mean train.num_steps?",)),
     "binary": (b"\xff\xfe\x00", ("not a readable config file",)),
 }
