@@ -260,25 +260,27 @@ def cancel(run: Path, save: bool) -> None:
     training, evaluating = _jobs_in_queue(run, JobKind.TRAIN, JobKind.EVALUATE)
     if not training and (save or not evaluating):
         raise ConfigError(f"{run}: {_why_no_job(run, 'nothing to cancel')}")
-    for job in training:
-        if save and not job.is_starting:
-            _save_and_stop(run, job)
-            continue
-        slurm.cancel(job.job_id)
-        # Slurm sends SIGTERM to running processes, and SIGKILL after KillWait (30 s by default).
-        # The ranks save on SIGTERM, which succeeds if it is faster than that.
-        effect = "was waiting" if job.is_pending else "may save until Slurm kills it (KillWait)"
-        print(f"job {job.job_id}: cancelled; it {effect}")
-    if not save:
-        # Before they are cancelled, or the supervisor would send another job for each; after the
-        # training jobs, because a pause whose cancellation failed would end all evaluations.
-        evaluations.pause(run)
-    for job in evaluating:
-        if save:
-            print(f"job {job.job_id}: evaluates a checkpoint, not cancelled")
-        else:
+    with contextlib.ExitStack() as undo:
+        if not save:
+            # First, or the supervisor would send another job for each evaluation cancelled below.
+            evaluations.pause(run)
+            undo.callback(evaluations.resume, run)
+        for job in training:
+            if save and not job.is_starting:
+                _save_and_stop(run, job)
+                continue
             slurm.cancel(job.job_id)
-            print(f"job {job.job_id}: cancelled; it was to evaluate a checkpoint")
+            # Slurm sends SIGTERM to running processes, and SIGKILL after KillWait (30 s by
+            # default). The ranks save on SIGTERM, which succeeds if it is faster than that.
+            effect = "was waiting" if job.is_pending else "may save until Slurm kills it (KillWait)"
+            print(f"job {job.job_id}: cancelled; it {effect}")
+        for job in evaluating:
+            if save:
+                print(f"job {job.job_id}: evaluates a checkpoint, not cancelled")
+            else:
+                slurm.cancel(job.job_id)
+                print(f"job {job.job_id}: cancelled; it was to evaluate a checkpoint")
+        undo.pop_all()
 
 
 def requeue(run: Path) -> None:
@@ -344,11 +346,17 @@ def _requeue_job(run: Path, job: JobState) -> None:
     elif job.is_held:
         release = slurm.order("release", job.job_id)
         raise RunFailed(f"job {job.job_id}: is held ({job.reason}). Release it with `{release}`")
-    elif job.is_starting:
+    elif job.is_starting or _starts_again(run, job):
         reason = f" ({job.reason})" if job.reason else ""
         print(f"job {job.job_id}: {job.state}{reason}, starts by itself")
     else:
         raise RunFailed(f"job {job.job_id}: {job.state}. Ask again when it has ended")
+
+
+def _starts_again(run: Path, job: JobState) -> bool:
+    """Return True for a job that is ending to be requeued: Slurm counts its next start already."""
+    last = [each.owner for each in read_attempts(run) if each.owner.is_of_job(job.job_id)][-1:]
+    return bool(last) and not last[0].is_of_start(job.job_id, job.restarts)
 
 
 def _jobs_in_queue(run: Path, *kinds: str) -> list[list[JobState]]:

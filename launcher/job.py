@@ -349,12 +349,6 @@ def attempt(run: Path) -> int:
         return 0
     if why := why_other_code(launch):
         say(f"warning: {why}")
-    if all(record.job_id != job_id for record in read_jobs(run)):
-        # It was sent with sbatch, or sbatch ended before it said the job's id.
-        site, size = launch.site["name"], (launch.nodes, launch.num_tasks)
-        append_job(
-            run, JobRecord(job_id, JobKind.TRAIN, run.name, time.time(), site, *size, str(run))
-        )
     # SIGUSR1 asks for a checkpoint and a restart, SIGTERM for a checkpoint and the end. They come
     # from `launcher requeue` and `launcher cancel --save`; the warning before the time limit goes
     # from Slurm to the ranks directly.
@@ -390,6 +384,7 @@ class _Start(Allocation):
         while True:
             known = {"num_processes": launch.num_tasks, "submitted_at": submitted_at}
             attempt = Attempt.begin(self._run, owner_of(os.environ, **known), job_is_over)
+            self._record_job()
             end = supervisor.make_attempt(attempt, self._start, PendingEvaluations(self._run))
             if not end.again:
                 return _exit_code(end.verdict)
@@ -406,6 +401,15 @@ class _Start(Allocation):
                 self._pause()
             # Only the first attempt of this start of the job has waited in the queue.
             submitted_at = None
+
+    def _record_job(self) -> None:
+        """Record this job if it was sent with sbatch, or sbatch ended before it said its id."""
+        run, launch = self._run, self._launch
+        if all(record.job_id != self._job_id for record in read_jobs(run)):
+            name = slurm_job.job_name(".".join(run.parts[-2:]))
+            given = self._job_id, JobKind.TRAIN, name, time.time()
+            of_site = launch.site["name"], launch.nodes, launch.num_tasks
+            append_job(run, JobRecord(*given, *of_site, str(run)))
 
     def _pause(self) -> None:
         """Wait for PAUSE_SECONDS, or a signal."""

@@ -324,7 +324,7 @@ def submit_script(arguments: Sequence[str], script: str) -> str:
 
     Raises:
         SlurmError: sbatch refused the job.
-        SlurmAway: slurmctld does not answer. It may have taken the job all the same.
+        SlurmAway: No answer of slurmctld came. It may have taken the job all the same.
     """
     try:
         answer = run_command("sbatch", ["--parsable", *arguments], script)
@@ -336,7 +336,10 @@ def submit_script(arguments: Sequence[str], script: str) -> str:
     # Federated clusters answer "id;cluster".
     job_id = answer.stdout.strip().split(";")[0]
     if not job_id.isdigit():
-        raise SlurmError(f"sbatch: answered {answer.stdout.strip()!r} instead of a job id")
+        raise SlurmAway(
+            f"sbatch: answered {answer.stdout.strip()!r} instead of a job id. If `squeue --me` "
+            "shows the job, cancel it before you submit again"
+        )
     return job_id
 
 

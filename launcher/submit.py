@@ -458,6 +458,8 @@ def send(runs: Sequence[TrainingRun], job: Job, files: Mapping[Path, str]) -> li
         if not isinstance(error, slurm.SlurmAway):
             # `launcher requeue` submits what is there.
             write_files({path: text for path, text in before.items() if text})
+            for path in (path for path, text in before.items() if not text):
+                path.unlink(missing_ok=True)
         raise
     ids = [f"{job_id}_{index}" if job.is_array else job_id for index in range(len(runs))]
     for run_job_id, run in zip(ids, runs):
@@ -529,6 +531,7 @@ LOGS = ".logs"
 def _wanted_runs(paths: Sequence[Path], overrides: Sequence[str]) -> list[RunConfig]:
     """Return the runs of the configs. Raise ConfigError if two have the same directory."""
     runs: dict[str, RunConfig] = {}
+    uploads: set[str] = set()
     for path in paths:
         config = load_config(path, overrides)
         directory = os.path.realpath(config.directory)
@@ -537,11 +540,13 @@ def _wanted_runs(paths: Sequence[Path], overrides: Sequence[str]) -> list[RunCon
                 f"{path}: run.directory = {config.run.directory} is another run's of this sweep. "
                 "Give each config a directory of its own"
             )
-        upload = config.checkpoint.upload_to
-        if upload and any(upload == other.checkpoint.upload_to for other in runs.values()):
+        upload = (config.checkpoint.upload_to or "").rstrip("/")
+        if upload and upload in uploads:
             raise ConfigError(
-                f"{path}: checkpoint.upload_to = {upload} is another run's of this sweep"
+                f"{path}: checkpoint.upload_to = {upload} is another run's of this sweep. "
+                "Give each config a URL of its own"
             )
+        uploads.add(upload)
         runs[directory] = config
     return list(runs.values())
 

@@ -512,7 +512,7 @@ class Rounds:
     def upload(self) -> list[str]:
         """Upload missing checkpoints, newest first; return a line for each one that failed."""
         missing, is_newest = [], True
-        for path, lineage in self.found():
+        for number, (path, lineage) in enumerate(self.found()):
             # After a replay, the newest may be an older one than was named last.
             if lineage.id in self._uploaded and not (is_newest and lineage.id != self._named):
                 is_newest = False
@@ -522,7 +522,9 @@ class Rounds:
                     self._store.check_is_of(self._run)
                     self._store.upload(path, self._run)
                     if is_newest:
-                        if self._may_go_back or not self._is_continued(lineage):
+                        # An older one is named only where the store has no newer one of its line.
+                        goes_back = self._may_go_back and number == 0
+                        if goes_back or not self._is_continued(lineage):
                             self._store.set_newest(lineage)
                         self._named, is_newest = lineage.id, False
             except (ConfigError, RunFailed, OSError) as error:

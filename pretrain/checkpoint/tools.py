@@ -275,14 +275,14 @@ def policy_of(run: Path, keep: int | None, keep_every: int | None, keep_best: in
     Raises:
         ConfigError: Neither says how many of the newest to keep.
     """
-    path = RunPaths(run).newest_config()
-    section = load_config(path).checkpoint if path else CheckpointSection()
     options = {"keep": keep, "keep_every": keep_every, "keep_best": keep_best}
     given = {key: value for key, value in options.items() if value is not None}
-    policy = Policy(**section.model_dump(include=set(options)) | given)
-    if policy.keep is None:
+    path = RunPaths(run).newest_config() if given.keys() < options.keys() else None
+    section = load_config(path).checkpoint if path else CheckpointSection()
+    rules = section.model_dump(include=set(options)) | given
+    if rules["keep"] is None:
         raise ConfigError(f"{run}: its config has no checkpoint.keep. Give --keep N")
-    return policy
+    return Policy(**rules | {"keep_every": rules["keep_every"] or None})
 
 
 def prunable(run: Path, policy: Policy) -> tuple[Path, list[Path]]:

@@ -723,7 +723,7 @@ def verify(
 def prune(
     run: Run,
     keep: Annotated[int | None, typer.Option(min=1, metavar="N")] = None,
-    keep_every: Annotated[int | None, typer.Option(min=1, metavar="M")] = None,
+    keep_every: Annotated[int | None, typer.Option(min=0, metavar="M")] = None,
     keep_best: Annotated[int | None, typer.Option(min=0, metavar="K")] = None,
     yes: bool = False,
 ) -> None:
@@ -739,7 +739,7 @@ def prune(
 
     Args:
         keep: Newest checkpoints to keep. Default of this and the next two: the run's config.
-        keep_every: Also keep those whose step is a multiple of this.
+        keep_every: Also keep those whose step is a multiple of this; 0: none.
         keep_best: Also keep those with the lowest validation loss.
         yes: Delete. Without this option, the command only shows what it would delete.
     """

@@ -353,8 +353,8 @@ def parse_config(values: dict[str, Any], origin: str, overrides: Sequence[str] =
         ConfigError: When a key or value is not valid, or the run cannot work.
     """
     # The keys of a missing section are named instead of the section.
-    sections = {name: {} for name, field in RunConfig.model_fields.items() if field.is_required()}
-    values = overridden(sections | without_version(values, origin), overrides)
+    named = dict[str, Any]((n, {}) for n, f in RunConfig.model_fields.items() if f.is_required())
+    values = overridden(named | without_version(values, origin), overrides)
     try:
         values = expand_paths(values)
         rules.check_secrets(values)

@@ -252,6 +252,11 @@ def _evaluate(
         of_short = evaluator.evaluate(short, progress=True) if short and not keys else None
         for protocol in job.protocols:
             result = evaluator.evaluate(protocol, progress=True)
+            if not result.tokens:
+                raise ConfigError(
+                    f"none of the text's {text.tokens} tokens is masked, so it has no loss. "
+                    "Evaluate on a longer text"
+                )
             record = job.record(result, text, chunks)
             if short_context and of_short:
                 keys[protocol.key] = find_keys(of_short, result, short_context)

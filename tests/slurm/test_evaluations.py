@@ -16,7 +16,15 @@ import pytest
 
 from pretrain.rundir.jobs import read_jobs
 from pretrain.rundir.paths import RunPaths
-from tests.end_to_end.commands import Done, explained, metrics, sets, succeeded, wait_for
+from tests.end_to_end.commands import (
+    Done,
+    executable,
+    explained,
+    metrics,
+    sets,
+    succeeded,
+    wait_for,
+)
 from tests.end_to_end.conftest import CONFIG
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import write_site
@@ -122,6 +130,12 @@ def test_every_checkpoint_is_evaluated_once(desk: Desk) -> None:
     assert sorted(desk.jobs()) == NAMES
     assert desk.state(first)[0] == "RUNNING"
     assert [desk.state(desk.jobs()[name]) for name in NAMES[1:]] == [("PENDING", "Dependency")] * 2
+
+    # A cancel that Slurm refuses ends no evaluations.
+    executable(desk.folder / "scancel", "#!/bin/bash\nexit 1\n")
+    path = f"PATH={desk.folder}:{cluster.environment['PATH']}"
+    done = cluster.run("env", path, sys.executable, "-m", "pretrain.launcher", "cancel", run)
+    assert done.returncode == 1 and RunPaths(run).evaluation_plan.exists(), done.stderr
 
     # The record of the last job is lost, as in a crash right after sbatch, and the frozen job is
     # requeued. At its end it sends the job that is missing from the record a second time.

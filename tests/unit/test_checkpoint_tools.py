@@ -118,3 +118,4 @@ def test_prune_keeps_everything_when_the_newest_is_damaged_or_the_run_is_trained
     (run / "config.toml").write_text(dump_config(rules))
     assert policy_of(run, None, 4, None) == Policy(2, 4)
     assert policy_of(run, 1, None, 3) == Policy(1, 6, 3)
+    assert policy_of(run, 1, 0, 3) == Policy(1, None, 3)

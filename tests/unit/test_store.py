@@ -196,6 +196,9 @@ def test_a_failed_upload_warns_once_and_is_tried_again_with_the_next_checkpoint(
     fourth = save(run, 6, after(third))
     flip(fourth.path / "rank-00001.safetensors")
     assert [line.split(": ")[0] for line in rounds.upload()] == [str(fourth.path)]
+    # A later process, which cannot read that one either, does not name one before it.
+    flip(third.path / "state.json")
+    assert len(Rounds(run, Store(f"faulty://{tmp_path}/store")).upload()) == 2
     newest = Store(f"faulty://{tmp_path}/store").newest()
     assert newest is not None and newest.lineage.id == third.lineage.id
 
