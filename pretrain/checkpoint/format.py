@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pretrain.config import ConfigError, Poisoned
+from pretrain.config.errors import first_problem
 from pretrain.data.shards import Digest128
 from pretrain.rundir.checkpoints import Natural
 from pretrain.rundir.files import FILE_MODE, replace_file
@@ -74,15 +75,6 @@ def describe(path: Path) -> dict[str, Any]:
     """Return a small file's manifest entry: its size in bytes and its SHA-256."""
     content = path.read_bytes()
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-
-
-def first_problem(error: Exception) -> str:
-    """Return the first problem of a small file's content, with its key."""
-    if not isinstance(error, ValidationError):
-        return str(error)
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return f"{where}: {first['msg']}" if where else first["msg"]
 
 
 def checksum(manifest: Mapping[str, Any]) -> str:

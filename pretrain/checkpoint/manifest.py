@@ -36,9 +36,9 @@ from pretrain.checkpoint.format import (
     DamagedCheckpoint,
     Index,
     checksum,
-    first_problem,
 )
 from pretrain.config import ConfigError, RunConfig, load_config, parse_config
+from pretrain.config.errors import first_problem
 from pretrain.config.schema import Effect
 from pretrain.config.trajectory import (
     BY_NAME,

@@ -254,6 +254,16 @@ class PlainStream(io.TextIOWrapper):
         return super().write(plain_lines(text))
 
 
+def first_problem(error: Exception) -> str:
+    """Return the first problem of a small file's content, with its key."""
+    # Only pydantic's error has several. pydantic is not imported here, because it takes long.
+    if not hasattr(error, "errors"):
+        return str(error)
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"]))
+    return f"{where}: {first['msg']}" if where else str(first["msg"])
+
+
 def plain_lines(text: str) -> str:
     """Return text with an escape, such as "\\x1b", for each control character but line ends.
 

@@ -27,7 +27,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from pretrain.config import ConfigError, RunFailed
-from pretrain.config.errors import NO_SPACE_ERRORS
+from pretrain.config.errors import NO_SPACE_ERRORS, first_problem
 from pretrain.rundir.files import Json, flush, new_file, replace_file
 
 Split = Literal["train", "validation"]
@@ -312,9 +312,9 @@ def parse_manifest(content: bytes, path: str | Path) -> Manifest:
     try:
         manifest = Manifest.model_validate_json(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise ConfigError(f"{path}: not a valid manifest ({reason}). {advice}") from None
+        raise ConfigError(
+            f"{path}: not a valid manifest ({first_problem(error)}). {advice}"
+        ) from None
     # A manifest has exactly one spelling, so comparing bytes finds any change.
     if content != manifest.text().encode():
         raise ConfigError(f"{path}: damaged: its content is not that of its SHA-256. {advice}")

@@ -27,8 +27,8 @@ import jinja2
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from pretrain.checkpoint.format import first_problem
 from pretrain.config import ConfigError, EvaluationRequest, RunFailed, writing
+from pretrain.config.errors import first_problem
 from pretrain.config.run import STREAM
 from pretrain.evaluation import records as rec
 from pretrain.evaluation.figures import draw, lines_by_length
