@@ -84,7 +84,9 @@ def attention_sdpa(
         q, k, v = (pad(x, (0, aligned(width) - width)) for x in (q_SBHD, k_SBGD, v_SBGD))
         padded = attention_sdpa(q, k, v, bias, scale, dropout_p, document_starts, skip)
         return padded[..., :width]
-    if document_starts is None and not needs_mask(q_SBHD, k_SBGD, bias):
+    # Torch's own causal mask gives NaN with such a scale on a CPU (torch 2.13).
+    is_odd = bias.causal and scale is not None and scale <= 0
+    if document_starts is None and not is_odd and not needs_mask(q_SBHD, k_SBGD, bias):
         # On a CPU, torch computes dropout only by its unfused path.
         with only_fused() if q_SBHD.is_cuda else contextlib.nullcontext():
             return sdpa_without_bias(q_SBHD, k_SBGD, v_SBGD, scale, dropout_p, bias.causal)

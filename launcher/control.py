@@ -109,7 +109,7 @@ def show_log(run: Path, rank: int | None = None) -> None:
     log = _find_log(run, attempts[-1], rank)
     if not log.path.is_file():
         raise ConfigError(
-            f"{log.path}: no such file, because the attempt's ranks have not started. "
+            f"{log.path}: no such file. Only ranks that a launcher has started write one. "
             f"{_why_no_log(run)}"
         )
     _write(log.read(to_end=True))
@@ -229,7 +229,7 @@ def _why_no_log(run: Path) -> str:
     """Return the state of a run without a log, and which other log may say more."""
     [status], away = read_statuses([run])
     reason = status.reason or away
-    words = [f"It is {status.state} ({reason})" if reason else f"It is {status.state}"]
+    words = [f"State: {status.state} ({reason})" if reason else f"State: {status.state}"]
     jobs = [record for record in read_jobs(run) if record.kind == JobKind.TRAIN]
     if jobs and (path := RunPaths(run).slurm_log(jobs[-1].job_id)).exists():
         words.append(f"the output of its batch script is in {path}")

@@ -212,7 +212,8 @@ def attention(
 
     The bias of head h for a query at position i and a key at j is -slopes[h] * |i - j|. It is
     computed in fp32, inside the kernel where there is one. The queries are the last positions of
-    the keys. `pretrain.kernels.dispatch.attention` has more arguments.
+    the keys. `pretrain.kernels.dispatch.attention` has more arguments. On a CPU, a call with a bias
+    and more than 256 queries has one backward pass, and no transforms of torch.func.
 
     Args:
         q: Queries, [B, H, S, D] as in torch's scaled_dot_product_attention.
@@ -259,8 +260,12 @@ def _overrides(settings: Mapping[str, Any] | Sequence[str]) -> list[str]:
     """Return settings as the words of --set."""
     if not isinstance(settings, Mapping):
         return list(settings)
-    # JSON of numbers, truth values and lists is TOML, too. `tolist` gives Python's of NumPy's.
-    form = json.JSONEncoder(ensure_ascii=False, default=lambda x: getattr(x, "tolist", x.__str__)())
+    # JSON with TOML's sign in tables is TOML, too. `tolist` gives Python's values of NumPy's.
+    form = json.JSONEncoder(
+        ensure_ascii=False,
+        separators=(", ", " = "),
+        default=lambda x: getattr(x, "tolist", x.__str__)(),
+    )
     return [
         f"{key}={value if isinstance(value, str) else form.encode(value)}"
         for key, value in ((key, "" if value is None else value) for key, value in settings.items())

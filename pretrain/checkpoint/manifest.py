@@ -57,7 +57,7 @@ from pretrain.data.shards import TOKENIZER_FILES, Digest256
 from pretrain.data.stream import TokenStream
 from pretrain.optim.optimizers import learning_rate
 from pretrain.rundir.checkpoints import MANIFEST, Branch, Lineage, Name, Natural, check_name, run_of
-from pretrain.rundir.files import from_json, parse_json
+from pretrain.rundir.files import from_json, parse_json, read_bytes
 from pretrain.rundir.jobs import Provenance
 
 # ---- content ----
@@ -400,7 +400,7 @@ def _read_manifest(checkpoint: Path) -> Manifest:
     """Return a checkpoint's manifest, without comparing it with the other files."""
     path = checkpoint / MANIFEST
     try:
-        return Manifest.parse(path.read_bytes(), path)
+        return Manifest.parse(read_bytes(path, None), path)
     except (FileNotFoundError, NotADirectoryError):
         raise _damaged(path, "missing") from None
     except DamagedCheckpoint as error:
@@ -510,7 +510,7 @@ def data_hashes(streams: tuple[TokenStream, TokenStream]) -> dict[str, str]:
     return {
         TRAINING: training.identity,
         VALIDATION: validation.identity,
-        TOKENIZER: training.tokenizer_sha256,
+        TOKENIZER: training.manifest.tokenizer_sha256,
     }
 
 
@@ -614,7 +614,7 @@ def check_tokenizer(stream: TokenStream, checkpoint: Checkpoint) -> None:
         ConfigError: The tokenizers differ.
     """
     trained = checkpoint.origin.data.get(TOKENIZER, checkpoint.tokenizer_sha256)
-    found = stream.tokenizer_sha256
+    found = stream.manifest.tokenizer_sha256
     if trained not in (None, found):
         raise ConfigError(
             f"data.directory = {stream.data_set}: its tokenizer has the SHA-256 "

@@ -125,6 +125,9 @@ def refused(error: OSError, path: Path | None = None) -> RunFailed:
         path: What the command was working on, where it is known: the error that Python raises when
             a disk is full carries no file name.
     """
+    if error.errno is None and " requested and " in str(error):
+        # NumPy wrote a part of an array, and does not say why: there was no more room.
+        error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     file = str(error.filename) if error.filename else None
     named = str(path) if path is not None else file
     if named is None and error.errno not in _REMEDIES:

@@ -303,9 +303,6 @@ class TokenStream:
     file that shrinks kills the process without a message. Thread-safe.
     """
 
-    documents: int
-    """Number of documents in the split."""
-
     text_bytes: int
     """Size of the documents' text in UTF-8."""
 
@@ -314,9 +311,6 @@ class TokenStream:
 
     eos_id: int
     """The id that ends every document."""
-
-    tokenizer_sha256: str
-    """Hex digest of that tokenizer's file."""
 
     corpora: tuple[CorpusRecord, ...]
     """The corpora, in the order of the stream."""
@@ -340,9 +334,8 @@ class TokenStream:
         self.manifest = m = _load_manifest(self.directory)
         for problem in (problems if check_sizes else wrong_tokenizer)(self.directory, m):
             raise problem
-        self.documents, self.text_bytes, self.corpora = m.documents, m.text_bytes, m.corpora
+        self.text_bytes, self.corpora = m.text_bytes, m.corpora
         self.vocab_size, self.eos_id = m.vocab_size, m.eos_id
-        self.tokenizer_sha256 = m.tokenizer_sha256
         ends = accumulate((corpus.tokens for corpus in m.corpora), initial=0)
         self.starts = dict(zip((corpus.name for corpus in m.corpora), ends))
         self._reader = VerifiedReader(self.directory, m)

@@ -218,7 +218,8 @@ def _evaluate(
     if out is not None:
         check_overwrites(out)
     texts = {
-        (job.stream.identity, job.stream.tokenizer_sha256, job.config.evaluation.max_tokens)
+        # The identity is also that of the tokenizer.
+        (job.stream.identity, job.config.evaluation.max_tokens)
         for job in jobs
     }
     if short_context and (len(texts) > 1 or any(job.config.is_masked for job in jobs)):
@@ -252,11 +253,6 @@ def _evaluate(
         of_short = evaluator.evaluate(short, progress=True) if short and not keys else None
         for protocol in job.protocols:
             result = evaluator.evaluate(protocol, progress=True)
-            if not result.tokens:
-                raise ConfigError(
-                    f"none of the text's {text.tokens} tokens is masked, so it has no loss. "
-                    "Evaluate on a longer text"
-                )
             record = job.record(result, text, chunks)
             if short_context and of_short:
                 keys[protocol.key] = find_keys(of_short, result, short_context)
@@ -334,7 +330,7 @@ class Opened(ABC):
         return {
             "run": self.run,
             **self.facts(),
-            "tokenizer": self.stream.tokenizer_sha256[:HASH_DIGITS],
+            "tokenizer": self.stream.manifest.tokenizer_sha256[:HASH_DIGITS],
             "validation": self.stream.identity[:HASH_DIGITS],
             "precision": self.config.train.precision,
             "checkpoint": str(self.path),
@@ -570,7 +566,7 @@ def _open_folder(
         )
     # Not by `open_stream`, which would refuse a data set of another vocabulary.
     stream = TokenStream(Path(config.data.directory) / "validation")
-    if stream.tokenizer_sha256 != tokenizer.fingerprint:
+    if stream.manifest.tokenizer_sha256 != tokenizer.fingerprint:
         stream = texts.again(stream, tokenizer)
         say(f"{path}: reads the same text by its own tokenizer, in {len(stream):,} tokens")
     return OpenedFolder(path, str(path), config, stream, source, method)

@@ -41,7 +41,9 @@ VERIFIED = "verified"
 
 # ---- Read and write entries ----
 Words = Annotated[str, Field(max_length=500)]
-Count = Annotated[int, Field(gt=0)]
+# With ends, because a figure cannot show every number that a file can hold.
+Count = Annotated[int, Field(gt=0, le=10**15)]
+Nats = Annotated[float, Field(ge=-(10**6), le=10**6)] | None
 
 
 class Checked(BaseModel):
@@ -61,23 +63,26 @@ class Measured(Checked, extra="allow"):
     train_length: Count
     bytes: Count | None
     perplexity: float | None
-    loss_nats: float | None
-    loss_low: float | None
-    loss_high: float | None
-    bits_per_byte: float | None
+    loss_nats: Nats
+    loss_low: Nats
+    loss_high: Nats
+    bits_per_byte: Nats
     text: Words | None = None
     parameters: Count | None = None
     trained_tokens: Count | None = None
     training_flop: float | None = None
-    blocks: dict[Literal["losses", "tokens"], list[float]] | None = None
+    blocks: dict[Literal["losses", "tokens"], list[Nats]] | None = None
+    step: Annotated[int, Field(ge=0)]
+    seed: int
 
     @model_validator(mode="after")
     def _fit(self) -> Measured:
         if missing := {*rec.FIELDS} - self.model_fields_set:
             raise ValueError(f"{min(missing)}: missing")
         blocks = self.blocks or {"losses": [], "tokens": []}
-        if len(blocks) < 2 or len(blocks["losses"]) != len(blocks["tokens"]):
-            raise ValueError("blocks: needs losses and tokens, of equal number")
+        is_odd = any(count is None or count < 0 for count in blocks.get("tokens", ()))
+        if is_odd or len(blocks) < 2 or len(blocks["losses"]) != len(blocks["tokens"]):
+            raise ValueError("blocks: needs losses and numbers of tokens, equally many")
         return self
 
 

@@ -508,7 +508,7 @@ def make_curves(records: Sequence[Record]) -> list[Curve]:
 
     def but_the_seed(key: tuple[Source, str]) -> object:
         scored = frozenset((n, record["tokens"]) for n, record in found[key].items())
-        return key[0]._replace(seed=0, run="", checkpoint=""), key[1], scored
+        return key[0]._replace(seed=0, run="", checkpoint="", evaluation=1), key[1], scored
 
     members: list[list[tuple[Source, str]]] = []
     for group in grouped(found, but_the_seed).values():
@@ -586,7 +586,8 @@ def length_label(length: int, train_length: int | None, separator: str = " = ") 
 
 def _amount(record: Record, quantity: str) -> float:
     """Return a quantity of a record; a cost is that of 1,000 scored tokens."""
-    share = 1000 / record["tokens"] if quantity in COSTS else 1.0
+    # Of a short text no token may be masked.
+    share = 1000 / max(1, record["tokens"]) if quantity in COSTS else 1.0
     return number(record[quantity]) * share
 
 

@@ -158,7 +158,8 @@ def evaluate_tasks(
     overrides = [*overrides, "train.fusion=off"]
     with temporary_texts() as texts:
         opened = [open_source(source, request, overrides, texts) for source in sources]
-        if len({(each.stream.tokenizer_sha256, each.stream.identity) for each in opened}) > 1:
+        # Each is also that of the tokenizer.
+        if len({each.stream.identity for each in opened}) > 1:
             raise ConfigError(
                 f"{sources[0]} and others have several tokenizers or validation texts, whose nats "
                 "per token are not comparable. Measure them one by one"

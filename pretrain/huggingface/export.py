@@ -208,7 +208,8 @@ def recorded_logits(
             load_weights(checkpoint, chunks)
             chunks[0].eval()
             for row in (row for ids in ids_by_length for row in ids.long().unsqueeze(1)):
-                files[row.numpy().tobytes()] = name = f"{kept}/{len(files)}.npy"
+                # The same row again gets its own file again, whichever rows came between.
+                name = files.setdefault(row.numpy().tobytes(), f"{kept}/{len(files)}.npy")
                 np.save(name, logits(chunks[0], to_device(row)).cpu().numpy())
         finally:
             topology.finish()

@@ -28,7 +28,7 @@ from pretrain.evaluation.records import (
 from pretrain.evaluation.windows import NONOVERLAPPING, SLIDING, ScoredText
 from pretrain.rundir.files import read_json, replace_json
 from pretrain.rundir.metrics import is_evaluation, read_metrics
-from pretrain.study.runs import State, Study, StudyRun
+from pretrain.study.runs import FINISHED, State, Study, StudyRun
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def read_results(study: Study, states: Sequence[tuple[StudyRun, State]]) -> Resu
         study,
         [(run, state) for run, state in states if run in study.runs],
         Evidence(make_curves(records), rows, measured.get("device", ""), unigram),
-        {run.name: _growth(run.metrics) for run in study.runs},
+        {run.name: _growth(run.metrics) for run, state in states if state.state == FINISHED},
         [
             f"{row['method']} at L = {row['train_length']}: {row['reason']}"
             for row in measured.get("failed", [])

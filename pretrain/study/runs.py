@@ -483,9 +483,10 @@ def _of_fields(
                 f"{path}: training_lengths = {length}: does not divide the {tokens:,} tokens "
                 "of tokens_per_step. Choose lengths that do, or another tokens_per_step"
             )
-        # Micro batches have nearly equal numbers of tokens, as far as whole sequences allow.
+        # Micro batches have nearly equal numbers of tokens, as far as whole ones allow.
         batch = [f"batch.global_batch_size={tokens // length}"]
-        batch += [f"batch.micro_batch_size={max(1, micro_tokens // length)}"]
+        sizes = range(1, max(1, micro_tokens // length) + 1)
+        batch += [f"batch.micro_batch_size={max(n for n in sizes if tokens // length % n == 0)}"]
         for method in asked.methods:
             own = [f"position.method={method}", f"data.sequence_length={length}"]
             yield source, [*settings, *own, *batch]

@@ -76,7 +76,7 @@ class EvaluationHook(Hook):
         )
         self.common = {
             EVALUATION: True,
-            "tokenizer": text.tokenizer_sha256[:HASH_DIGITS],
+            "tokenizer": text.manifest.tokenizer_sha256[:HASH_DIGITS],
             "validation": text.identity[:HASH_DIGITS],
         }
 

@@ -49,7 +49,7 @@ def blended(workspace: Path, tiny_data: Path) -> Path:
         tasks,
         split="train",
         tokenizer=source.manifest.tokenizer,
-        tokenizer_sha256=source.tokenizer_sha256,
+        tokenizer_sha256=source.manifest.tokenizer_sha256,
         vocab_size=512,
         eos_id=source.eos_id,
         **sizes,

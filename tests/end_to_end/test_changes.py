@@ -90,8 +90,8 @@ def test_another_corpus_is_refused_until_it_is_allowed(workspace, config, run, o
 
 def test_another_tokenizer(refused, workspace, config, run, other_tokenizer, tmp_path):
     """Refused by train, evaluate and export, although the vocabulary has as many pieces."""
-    old = TokenStream(Path(load_config(config).data.directory) / "train").tokenizer_sha256
-    new = TokenStream(other_tokenizer / "train").tokenizer_sha256
+    old = TokenStream(Path(load_config(config).data.directory) / "train").manifest.tokenizer_sha256
+    new = TokenStream(other_tokenizer / "train").manifest.tokenizer_sha256
     train = ["train", config, *sets(f"data.directory={other_tokenizer}", "train.num_steps=12")]
     words = ["data.directory = ", "its tokenizer has the SHA-256", run / STEP_8, old[:12], new[:12]]
     refused(train, *words, "--allow-changed data.tokenizer")

@@ -117,7 +117,7 @@ def test_a_record_says_what_it_stands_on(run, tiny_data, tmp_path):
         assert tuple(record)[: len(FIELDS)] == FIELDS
         assert record["run"] == str(run) and record["checkpoint"] == str(run / STEP_8)
         assert (record["step"], record["seed"], record["train_length"]) == (8, 1234, 32)
-        assert record["tokenizer"] == stream.tokenizer_sha256[:12]
+        assert record["tokenizer"] == stream.manifest.tokenizer_sha256[:12]
         assert record["validation"] == stream.identity[:12]
         assert record["precision"] == "fp32" and record["processor_seconds"] > 0
         assert record["loss_low"] < record["loss_nats"] < record["loss_high"]

@@ -164,6 +164,9 @@ def test_scale_leaves_the_bias_alone():
         exact = attention_reference(q.detach() * scale * 4, k, v, **arguments)
         ours = attention(q, k, v, scale=scale, **arguments).double()
         torch.testing.assert_close(ours, exact, rtol=0, atol=1e-5)
+    q, k, v = torch.randn(3, 5, 1, 1, 8)
+    means = v.cumsum(0) / torch.arange(1, 6).view(5, 1, 1, 1)
+    torch.testing.assert_close(attention(q, k, v, scale=0.0), means)
 
 
 MEASURE = """

@@ -217,7 +217,7 @@ def test_tasks_of_an_array_and_a_controller_that_is_away(desk: Desk) -> None:
         and " PENDING " in rows[two]
         and all(len(row) <= 120 for row in rows.values())
     )
-    assert "It is PENDING" in desk.launcher("logs", two, code=2).err
+    assert "State: PENDING" in desk.launcher("logs", two, code=2).err
     assert "starts by itself" in desk.launcher("requeue", two).out
 
     desk.cluster.kill_controller()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -88,6 +89,12 @@ def test_verify_names_every_damaged_file(line, tmp_path):
     damaged = [text.split(": ")[1:3] for text in said.splitlines() if "DAMAGED" in text]
     names = ["rank-00000.safetensors", "rank-00001.safetensors", "manifest.json", "config.toml"]
     assert damaged == [["DAMAGED", name] for name in names]
+
+
+def test_a_manifest_that_is_a_pipe_is_not_waited_for(line):
+    (line[0].path / "manifest.json").unlink()
+    os.mkfifo(line[0].path / "manifest.json")
+    assert "not a regular file" in call("list", line[0].path.parents[1])
 
 
 def test_prune_deletes_by_the_rules_when_it_is_told_to(line, tmp_path):

@@ -109,7 +109,9 @@ def test_every_document_is_in_one_split_in_the_order_of_the_files(built):
     assert validation == [min(DOCUMENTS, key=document_hash)]
     assert train == [text for text in DOCUMENTS if text not in validation]
     stream = TokenStream(built / "data/train")
-    assert stream.documents == 11 and stream.text_bytes == sum(len(t.encode()) for t in train)
+    assert stream.manifest.documents == 11 and stream.text_bytes == sum(
+        len(t.encode()) for t in train
+    )
     assert stream.corpora[0].name == "text"
 
 
@@ -378,7 +380,7 @@ def test_too_many_unreadable_documents_are_refused(tmp_path, monkeypatch):
         build(config(tmp_path, {"max_skipped_documents": 2}, **given))
     build(config(tmp_path, {"max_skipped_documents": 3}, **given))
     build(config(tmp_path, {"max_skipped_documents": 3}, directory=str(tmp_path / "d3"), **given))
-    assert TokenStream(tmp_path / "d3/train").documents == 11
+    assert TokenStream(tmp_path / "d3/train").manifest.documents == 11
     assert contents(tmp_path / "data") == contents(tmp_path / "d3")
 
 

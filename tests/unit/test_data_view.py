@@ -44,7 +44,7 @@ def test_every_token_is_traced_to_its_document(config, split):
     stream = open_stream(config, split)
     tokenizer = load_tokenizer(stream.tokenizer_path)
     found = list(Origins(stream).excerpts(0, len(stream)))
-    assert len(found) == stream.documents and all(part.is_begin for part in found)
+    assert len(found) == stream.manifest.documents and all(part.is_begin for part in found)
     position = 0
     for part in found:
         assert part.start == position
@@ -99,5 +99,7 @@ def test_stats_counts_what_is_there(config):
     ideal = sizes["books"] * 2 / (sizes["books"] * 2 + sizes["pages"])
     text = "\n".join(view.stats(config))
     assert f"books: {ideal:.1%} of the training samples" in text
-    assert f"train: {train.documents:,} documents, {train.text_bytes:,} bytes of text" in text
+    assert (
+        f"train: {train.manifest.documents:,} documents, {train.text_bytes:,} bytes of text" in text
+    )
     assert "13-word sequences are also in training" in text

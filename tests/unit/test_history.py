@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import ConfigError, NoSpace, RunFailed
+from pretrain.config.errors import refused
 from pretrain.rundir import checkpoints
 from pretrain.rundir.attempts import Attempt, AttemptRecord, Ended, Owner, poisoned
 from pretrain.rundir.checkpoints import (
@@ -254,6 +255,8 @@ def test_a_checkpoint_without_room_is_refused(tmp_path):
     with pytest.raises(NoSpace, match=r"takes 1000000000.0 GB \(10{18} bytes\), but .* are free"):
         check_room(tmp_path / "not/yet/there", 10**18)
     assert issubclass(NoSpace, RunFailed) and os.listdir(tmp_path) == []
+    # As NumPy says it.
+    assert isinstance(refused(OSError("262144 requested and 41952 written")), NoSpace)
 
 
 # ---- holds ---------------------------------------------------------------------------------------

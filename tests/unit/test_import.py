@@ -34,7 +34,7 @@ from pretrain.data.tokenizer import load_tokenizer
 from pretrain.evaluation.command import evaluate_sources
 from pretrain.huggingface import export
 from pretrain.huggingface.base import StackQkv, same_bits
-from pretrain.huggingface.export import export_source
+from pretrain.huggingface.export import export_source, recorded_logits
 from pretrain.huggingface.folder import MARKER, ORIGINALS, to_huggingface
 from pretrain.huggingface.import_model import import_folder
 from pretrain.rundir.checkpoints import find_checkpoint
@@ -238,6 +238,15 @@ def test_the_config_files_of_published_models_are_understood(name, imported, tmp
     import_folder(tmp_path / "hf", tmp_path / "run")
     found, expected = (load_config(r / "config.toml") for r in (tmp_path / "run", run))
     assert (found.model, found.position) == (expected.model, expected.position)
+
+
+def test_windows_that_repeat_are_compared_once_each(imported):
+    _, _, run = imported("gpt2")
+    opened = open_checkpoint(find_checkpoint(run))
+    rows = torch.tensor([[5, 5, 5, 5], [5, 5, 5, 5], [5, 6, 7, 8]])
+    with recorded_logits(opened.config, opened, [rows], run) as logits:
+        first, again, last = (logits(row[None]) for row in rows)
+    assert torch.equal(first, again) and not torch.equal(first, last)
 
 
 def test_an_export_that_is_another_model_does_not_appear(imported, tmp_path, monkeypatch, capsys):

@@ -99,6 +99,10 @@ def test_hostile_entries_are_text(board):
     assert not {"b", "link"} & {tag for tag, _ in page.tags}
     assert "'a'\"'\"'; rm -rf /'" in page.text
     assert content == build(folder).read_text()
+    [diverged, *_] = evaluations(2.0, 2)
+    diverged["blocks"].losses[3] = math.nan
+    enter("A block that diverged", [diverged])
+    assert "A block that diverged" in build(folder).read_text()
 
 
 @pytest.mark.parametrize(
@@ -111,6 +115,10 @@ def test_hostile_entries_are_text(board):
         ({}, {"run": {}}, "records.0.run"),
         ({}, {"perplexity": math.inf}, "records.0.perplexity"),
         ({}, {"blocks": {"losses": [1.0], "tokens": []}}, "blocks"),
+        ({}, {"blocks": {"losses": [1.0], "tokens": [-1.0]}}, "blocks"),
+        ({}, {"step": "6"}, "records.0.step"),
+        ({}, {"length": 10**20}, "records.0.length"),
+        ({}, {"bits_per_byte": 1e308}, "records.0.bits_per_byte"),
         ({}, {"checkpoint": "another"}, "several checkpoints"),
         ({}, {"length": LENGTHS[1]}, "one row twice"),
     ],

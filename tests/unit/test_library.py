@@ -62,7 +62,8 @@ def test_settings_are_values_or_words():
         "evaluation.lengths": lengths,
         "model.hidden_dropout": 0.1,
         "data.source": None,
+        "position.slopes": {"factor": np.float64(0.5)},
     }
     words = ["train.num_steps=700", "evaluation.lengths=[128, 256]", "model.hidden_dropout=0.1"]
-    words.append("data.source=")
+    words += ["data.source=", "position.slopes={factor = 0.5}"]
     assert pretrain.load_config(path, given) == pretrain.load_config(path, words)

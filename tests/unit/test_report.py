@@ -246,6 +246,9 @@ def test_runs_that_differ_in_their_seed_alone_are_a_mean_with_its_range(tmp_path
     assert cells(table[4])[0] == "rotary"
     # 0.60 nats apart, and by Student's t the seeds' noise, 0.095 nats each, is 0.47.
     assert "2. rotary 40.00 +-0.81.\n" in (tmp_path / "report.md").read_text()
+    # A quick look at one of them that stands first changes nothing.
+    quick = make_record(seed=1, tokens=9)
+    assert "alibi, 3 seeds" in format_table([quick, *records, other])
     # Of folders of Hugging Face nothing is known of the training.
     assert len(make_curves([make_record(seed=seed, step=0) for seed in values])) == 3
 

@@ -72,6 +72,12 @@ def test_a_config_in_phases_says_its_lengths_itself(tmp_path: Path) -> None:
     assert any(line.startswith("phases: ") for line in other_differences(found))
 
 
+def test_a_micro_batch_divides_the_batch_of_each_length(tmp_path: Path) -> None:
+    found = study(tmp_path, FIELDS | {"training_lengths": "[96]", "tokens_per_step": "3072"})
+    # 21 sequences of 96 tokens would be as many as 16 of 128.
+    assert {run.config.batch.micro_batch_size for run in found.runs} == {16}
+
+
 def test_methods_lengths_and_seeds_are_a_run_each_with_equal_tokens_a_step(tmp_path: Path) -> None:
     found = study(tmp_path, FIELDS | {"seeds": "[1, 2]"}, "[further_seeds]\nalibi-64 = [3, 1]")
     names = [f"{m}-{n}-s{s}" for s in (1, 2) for n in (64, 256) for m in ("alibi", "t5")]
