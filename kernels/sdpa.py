@@ -85,7 +85,7 @@ def attention_sdpa(
         padded = attention_sdpa(q, k, v, bias, scale, dropout_p, document_starts, skip)
         return padded[..., :width]
     # Torch's own causal mask gives NaN with such a scale on a CPU (torch 2.13).
-    is_odd = bias.causal and scale is not None and scale <= 0
+    is_odd = bias.causal and scale is not None and scale <= 0 and not q_SBHD.is_cuda
     if document_starts is None and not is_odd and not needs_mask(q_SBHD, k_SBGD, bias):
         # On a CPU, torch computes dropout only by its unfused path.
         with only_fused() if q_SBHD.is_cuda else contextlib.nullcontext():

@@ -426,7 +426,7 @@ def run_job(run: Path, name: str) -> int:
     # SIGUSR1 asks to save and start again. An evaluation has nothing to save, so it continues.
     with job_signals() as signals:
         code = evaluate_once(run, name, start, signals)
-        # At its time limit it is tried again. Who cancels or preempts it wants no other one.
+        # At its time limit it is tried again. Whoever cancels it wants no other one.
         if signals.stops and not (state and state.ends_at and time.time() > state.ends_at - 60):
             return code
         # Also if another job made the result, as that job may have been killed before its report.

@@ -57,7 +57,7 @@ from pretrain.data.shards import TOKENIZER_FILES, Digest256
 from pretrain.data.stream import TokenStream
 from pretrain.optim.optimizers import learning_rate
 from pretrain.rundir.checkpoints import MANIFEST, Branch, Lineage, Name, Natural, check_name, run_of
-from pretrain.rundir.files import from_json, parse_json, read_bytes
+from pretrain.rundir.files import from_json, parse_json
 from pretrain.rundir.jobs import Provenance
 
 # ---- content ----
@@ -399,8 +399,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def _read_manifest(checkpoint: Path) -> Manifest:
     """Return a checkpoint's manifest, without comparing it with the other files."""
     path = checkpoint / MANIFEST
+    if path.exists() and not path.is_file():
+        # Opening a FIFO would wait forever.
+        raise _damaged(path, "not a regular file")
     try:
-        return Manifest.parse(read_bytes(path, None), path)
+        return Manifest.parse(path.read_bytes(), path)
     except (FileNotFoundError, NotADirectoryError):
         raise _damaged(path, "missing") from None
     except DamagedCheckpoint as error:

@@ -356,8 +356,7 @@ def blend_of(
         # Samples of another length or data set are not those that were read, even if they are as
         # many; the order depends on the seed; and that of a single corpus is another one (`Blend`).
         # Then a corpus begins its next pass.
-        reordering = {"run.seed", "data.sequence_length", "data.tokenizer"}
-        is_reordered = bool(reordering.intersection(changed))
+        is_reordered = bool({"run.seed", "data.sequence_length", "data.tokenizer"} & {*changed})
         is_reordered |= (len(before.samples) > 1) != (len(samples) > 1)
         is_reordered |= "data.directory" in changed and before.samples == samples
         is_same = not is_reordered and (before.samples, before.shares) == (samples, shares)

@@ -217,11 +217,8 @@ def _evaluate(
     check_objectives((job.run, protocol.name) for job in jobs for protocol in job.protocols)
     if out is not None:
         check_overwrites(out)
-    texts = {
-        # The identity is also that of the tokenizer.
-        (job.stream.identity, job.config.evaluation.max_tokens)
-        for job in jobs
-    }
+    # The identity is also that of the tokenizer.
+    texts = {(job.stream.identity, job.config.evaluation.max_tokens) for job in jobs}
     if short_context and (len(texts) > 1 or any(job.config.is_masked for job in jobs)):
         raise ConfigError(
             "--longppl: the key tokens of the first source are used for all, so all sources need "

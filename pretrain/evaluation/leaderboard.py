@@ -43,7 +43,7 @@ VERIFIED = "verified"
 Words = Annotated[str, Field(max_length=500)]
 # With ends, because a figure cannot show every number that a file can hold.
 Count = Annotated[int, Field(gt=0, le=10**15)]
-Nats = Annotated[float, Field(ge=-(10**6), le=10**6)] | None
+Nats = Annotated[float, Field(ge=-(10**15), le=10**15)] | None
 
 
 class Checked(BaseModel):

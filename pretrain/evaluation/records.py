@@ -494,6 +494,7 @@ def make_curves(records: Sequence[Record]) -> list[Curve]:
     """
     found: dict[tuple[Source, str], dict[int, Record]] = {}
     seen: Counter[tuple[object, ...]] = Counter()
+    again: dict[tuple[Source, str], int] = {}
     evaluations: dict[tuple[Source, str], dict[object, int]] = {}
     for record in _distinct(records):
         source = Source(*(record[key] for key in Source._fields if key != "evaluation"))
@@ -504,11 +505,12 @@ def make_curves(records: Sequence[Record]) -> list[Curve]:
         of_place = evaluations.setdefault(place, {})
         which = tokens, seen[*place, record["length"], tokens]
         key = source._replace(evaluation=of_place.setdefault(which, len(of_place) + 1)), place[1]
-        found.setdefault(key, {})[record["length"]] = record
+        found.setdefault(key, {})[record["length"]], again[key] = record, which[1]
 
     def but_the_seed(key: tuple[Source, str]) -> object:
         scored = frozenset((n, record["tokens"]) for n, record in found[key].items())
-        return key[0]._replace(seed=0, run="", checkpoint="", evaluation=1), key[1], scored
+        # Of the evaluations only those of equal tokens are numbered: others differ in `scored`.
+        return key[0]._replace(seed=0, run="", checkpoint="", evaluation=again[key]), key[1], scored
 
     members: list[list[tuple[Source, str]]] = []
     for group in grouped(found, but_the_seed).values():

@@ -540,8 +540,9 @@ def by_compute(study: Study, parts: Sequence[Results]) -> Page:
                 length = multiple * curve.train_length
                 if length in curve.records and length in first.records:
                     flop = number(curve.records[length][0].get("training_flop"))
-                    # Sizes may have unequal numbers of seeds.
-                    name = re.sub(r", \d+ seeds", "", curve.name)
+                    # By the method where that is clear: sizes may have unequal numbers of seeds.
+                    is_one = [c.method for c in curves].count(curve.method) == 1
+                    name = curve.method if is_one else curve.name
                     place = f"{panel}, at {relative_length(multiple)}", name
                     of = flop, gap(curve, length, first, length)
                     found.setdefault(place, {})[part.study.size] = of

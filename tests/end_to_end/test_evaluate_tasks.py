@@ -16,7 +16,7 @@ from pretrain.evaluation.task_samples import TASKS, Text
 from pretrain.evaluation.tasks import measure
 from tests.end_to_end.commands import explained, pretrain, running_ranks, succeeds
 
-LENGTH, SAMPLES = 320, 2
+LENGTH, SAMPLES = 352, 2
 WORDS = ["--tasks", ",".join(TASKS), "--lengths", LENGTH, "--samples", SAMPLES]
 
 

@@ -249,6 +249,9 @@ def test_runs_that_differ_in_their_seed_alone_are_a_mean_with_its_range(tmp_path
     # A quick look at one of them that stands first changes nothing.
     quick = make_record(seed=1, tokens=9)
     assert "alibi, 3 seeds" in format_table([quick, *records, other])
+    # Nor does a second look at each, on another machine.
+    again = [record | {"perplexity": record["perplexity"] + 1e-9} for record in records]
+    assert len(make_curves([*records, *again])) == 2
     # Of folders of Hugging Face nothing is known of the training.
     assert len(make_curves([make_record(seed=seed, step=0) for seed in values])) == 3
 

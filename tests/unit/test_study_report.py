@@ -190,6 +190,11 @@ def test_the_gap_of_the_methods_is_shown_by_the_compute_of_each_size(tmp_path):
     assert {r["method"] for r in rows} == {"sinusoidal"} and len(rows) == 2 * 2 * 5
     assert {"figures/compute.png", "figures/compute.svg"} == page.files.keys()
     assert "[3m](3m/report.md)" in page.text()
+    # A size with more seeds goes on with the line.
+    named = [dataclasses.replace(c, name=f"{c.name}, 2 seeds") for c in parts[1].curves]
+    more = dataclasses.replace(parts[1].evidence, curves=named)
+    page = by_compute(whole, [parts[0], dataclasses.replace(parts[1], evidence=more)])
+    assert "2 seeds" not in page.text()
     # The base is the same method where another one comes first.
     evidence = dataclasses.replace(parts[1].evidence, curves=parts[1].curves[::-1])
     page = by_compute(whole, [parts[0], dataclasses.replace(parts[1], evidence=evidence)])
