@@ -70,8 +70,7 @@ class Section(BaseModel):
         extra="forbid",
         strict=True,
         allow_inf_nan=False,
-        # Otherwise infinity in a phase's key would be written as a missing value.
-        ser_json_inf_nan="constants",
+        ser_json_inf_nan="constants",  # Infinity in a phase would be written as None.
     )
 
     EFFECT: ClassVar[Effect | None] = None

@@ -353,9 +353,9 @@ def blend_of(
     shares = _shares(corpora, samples)
     start, counts = 0, dict.fromkeys(samples, 0)
     if before is not None:
-        # Samples of another length or data set are not those that were read, even if they are as
-        # many; the order depends on the seed; and that of a single corpus is another one (`Blend`).
-        # Then a corpus begins its next pass.
+        # A corpus begins its next pass if its samples are not those that were read, or are in
+        # another order. They may be as many all the same. The order depends on the seed, and a
+        # corpus has another order alone than among others (`Blend`).
         is_reordered = bool({"run.seed", "data.sequence_length", "data.tokenizer"} & {*changed})
         is_reordered |= (len(before.samples) > 1) != (len(samples) > 1)
         is_reordered |= "data.directory" in changed and before.samples == samples

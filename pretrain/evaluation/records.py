@@ -509,7 +509,7 @@ def make_curves(records: Sequence[Record]) -> list[Curve]:
 
     def but_the_seed(key: tuple[Source, str]) -> object:
         scored = frozenset((n, record["tokens"]) for n, record in found[key].items())
-        # Of the evaluations only those of equal tokens are numbered: others differ in `scored`.
+        # `scored` tells evaluations of other tokens apart, and `again` those of equal tokens.
         return key[0]._replace(seed=0, run="", checkpoint="", evaluation=again[key]), key[1], scored
 
     members: list[list[tuple[Source, str]]] = []
@@ -587,8 +587,7 @@ def length_label(length: int, train_length: int | None, separator: str = " = ") 
 
 
 def _amount(record: Record, quantity: str) -> float:
-    """Return a quantity of a record; a cost is that of 1,000 scored tokens."""
-    # Of a short text no token may be masked.
+    """Return a quantity of a record; a cost is that of 1,000 scored tokens (0 may be masked)."""
     share = 1000 / max(1, record["tokens"]) if quantity in COSTS else 1.0
     return number(record[quantity]) * share
 

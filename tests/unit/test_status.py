@@ -3,6 +3,7 @@
 tests/slurm/test_follow.py checks them on a real Slurm.
 """
 
+import dataclasses
 import json
 import math
 import os
@@ -16,10 +17,12 @@ import pytest
 
 from pretrain.config import ConfigError, RunFailed
 from pretrain.launcher import control
+from pretrain.launcher.slurm import JobState
 from pretrain.launcher.status import (
     HEAD,
     TAIL_BYTES,
     _row,
+    attempts_of,
     detail,
     find_runs,
     read_rates,
@@ -27,7 +30,7 @@ from pretrain.launcher.status import (
     show_status,
     table,
 )
-from pretrain.rundir.attempts import Attempt, Owner
+from pretrain.rundir.attempts import Attempt, Owner, read_attempts
 from pretrain.rundir.jobs import JobRecord, append_job
 
 
@@ -188,6 +191,14 @@ def test_without_slurm_a_sent_run_is_unknown_until_its_files_tell(capsys):
     append_job(late, JobRecord("13", "train", "b", time.time() + 30, "site", 2, 4, str(late)))
     attempt.end("finished", 0, "at step 9", 9)
     assert status_of(late).state == "finished"
+
+
+def test_a_job_that_ends_to_be_requeued_keeps_its_attempt_and_starts_again():
+    run, _ = make_run("a", job="7")
+    job = JobState("7", "7", "COMPLETING", "", "n1", 1.0, None, None, None, "n1", 1)
+    assert attempts_of(read_attempts(run), job) and control._starts_again(run, job)
+    # Its last start ends.
+    assert not control._starts_again(run, dataclasses.replace(job, restarts=0))
 
 
 def test_a_table_of_many_runs_fits_the_terminal(monkeypatch):
