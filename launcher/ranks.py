@@ -206,9 +206,9 @@ class SrunRanks:
         ends = {rank: code for rank, code in list(self._ends.items()) if code}
         silent = [] if is_lost else sorted(self._heard.keys() - self._ended)
         first = next(iter(ends), None)
-        if first is not None and ends[first] == -signal.SIGTERM and not self._is_asked:
+        if not self._is_asked and len(self._heard) < self._num_tasks and first is not None:
             # If a task ended without an agent, its container failed, and Slurm ended the others.
-            first = first if len(self._heard) == self._num_tasks else None
+            first = None if ends[first] in (-signal.SIGTERM, -signal.SIGKILL) else first
         if silent and len(silent) < len(self._heard):
             self.nodes = self._nodes_of(silent)
             where = ", ".join(self.nodes) or f"the node of rank {silent[0]}"

@@ -111,7 +111,10 @@ def test_orders_reach_the_ranks_while_slurmctld_is_away(script: Script) -> None:
 def test_the_codes_of_a_container_are_not_the_ranks(script: Script, code: int) -> None:
     """Nor are those of slurmstepd where it finds no Python."""
     node = "n2"
-    text = f'#!/bin/sh\ntest "$SLURMD_NODENAME" = {node} && exit {code}\nexec "$@"\n'
+    # In the second attempt, the rank of the other node ends by SIGKILL instead of SIGTERM.
+    text = f"""#!/bin/sh
+    test "$SLURMD_NODENAME" = {node} && exit {code}
+    test -e $0.2 && trap "" TERM && sleep 1 | "$@" || {{ touch $0.2; exec "$@"; }}"""
     broken = executable(script.folder / "container", text)
     run = script.submit(f"code-{code}", container=[str(broken)], options=("--nodelist=n[1-2]",))
     for attempt in (1, 2):
