@@ -75,6 +75,7 @@ STOCK_SLOPES = (
     Ours("position.slopes", lambda _: "published", "{name} computes the published slopes"),
     Ours("position.trainable_slopes", False, "{name} computes the published slopes"),
 )
+_SCALED = "our scores are divided by the square root of the head size"
 
 
 # ---- Bloom: ALiBi with biases and tanh GELU (models/bloom/modeling_bloom.py) ---------------------
@@ -258,11 +259,7 @@ class Mpt(HuggingFaceClass):
         Theirs("attn_config.attn_uses_sequence_id", False, _IGNORED),
         Theirs("attn_config.attn_type", "multihead_attention", _IGNORED),
         Both("attn_config.clip_qkv", "model.clip_qkv"),
-        Theirs(
-            "attn_config.softmax_scale",
-            None,
-            "our scores are divided by the square root of the head size",
-        ),
+        Theirs("attn_config.softmax_scale", None, _SCALED),
         Theirs("learned_pos_emb", False),
         Theirs("use_cache", True),
         NARROW_MLP,
@@ -453,11 +450,7 @@ class Gpt2(Opt):
         Both("attn_pdrop", "model.attention_dropout"),
         Both("n_positions", "position.max_position_embeddings", is_written=False),
         activation("activation_function"),
-        Theirs(
-            "scale_attn_weights",
-            True,
-            "our scores are divided by the square root of the head size",
-        ),
+        Theirs("scale_attn_weights", True, _SCALED),
         Theirs("scale_attn_by_inverse_layer_idx", False, "our layers all scale alike"),
         Theirs("reorder_and_upcast_attn", False),
         *PLAIN,
