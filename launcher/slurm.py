@@ -533,21 +533,13 @@ def _squeue(arguments: Sequence[str], tries: int) -> subprocess.CompletedProcess
 
 def _parse(line: str) -> JobState:
     """Read a line that squeue printed for `_FIELDS`."""
-    job_id, raw, state, reason, nodes, *times, batch_host, restarts, _ = line.split("|")
+    job_id, raw, state, reason, nodes, *times, host, restarts, _ = line.split("|")
     submitted, started, ends, preempted = (float(t) if t.isdigit() else None for t in times)
+    # Slurm 24.11 calls a running job SIGNALING while it delivers a signal.
+    state = "RUNNING" if state == "SIGNALING" else state
+    reason = "" if reason == "None" else reason
     return JobState(
-        job_id,
-        raw,
-        # Slurm 24.11 calls a running job SIGNALING while it delivers a signal.
-        "RUNNING" if state == "SIGNALING" else state,
-        "" if reason == "None" else reason,
-        nodes,
-        submitted,
-        started,
-        ends,
-        preempted,
-        batch_host,
-        int(restarts),
+        job_id, raw, state, reason, nodes, submitted, started, ends, preempted, host, int(restarts)
     )
 
 
