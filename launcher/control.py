@@ -230,7 +230,7 @@ def _why_no_log(run: Path) -> str:
     [status], away = read_statuses([run])
     reason = status.reason or away
     words = [f"State: {status.state} ({reason})" if reason else f"State: {status.state}"]
-    jobs = [record for record in read_jobs(run) if record.kind == JobKind.TRAIN]
+    jobs = read_jobs(run, JobKind.TRAIN)
     if jobs and (path := RunPaths(run).slurm_log(jobs[-1].job_id)).exists():
         words.append(f"the output of its batch script is in {path}")
     return "; ".join(words)
@@ -308,7 +308,7 @@ def requeue(run: Path) -> None:
         )
         return
     attempts = read_attempts(run)
-    sent = [record for record in read_jobs(run) if record.kind == JobKind.TRAIN]
+    sent = read_jobs(run, JobKind.TRAIN)
     # The attempt of a job that has left the queue is over, even if its lease has not expired yet,
     # but an attempt outside Slurm may still be training.
     trained_outside_slurm = (

@@ -176,11 +176,7 @@ def submit_waiting(run: Path, plan: Plan, waiting: list[str]) -> None:
         SlurmError: Slurm refused a job, or does not answer.
         RunFailed: A file cannot be written.
     """
-    sent = [
-        record
-        for record in read_jobs(run)
-        if record.kind == JobKind.EVALUATE and record.checkpoint in waiting
-    ]
+    sent = [each for each in read_jobs(run, JobKind.EVALUATE) if each.checkpoint in waiting]
     states = slurm.jobs((record.job_id for record in sent), slurm.TRIES)
     # An evaluation job calls this at its end. If its own checkpoint is still waiting, the job has
     # failed, and counts as over although Slurm says that it is running.

@@ -172,12 +172,7 @@ def jobs_of(runs: Sequence[TrainingRun]) -> dict[Path, str]:
     Raises:
         SlurmAway: slurmctld does not answer, so the jobs are unknown.
     """
-    sent = {
-        record.job_id: run
-        for run in runs
-        for record in read_jobs(run.directory)
-        if record.kind == JobKind.TRAIN
-    }
+    sent = {each.job_id: run for run in runs for each in read_jobs(run.directory, JobKind.TRAIN)}
     try:
         states = slurm.jobs(sent, slurm.TRIES)
     except slurm.SlurmAway as error:

@@ -40,6 +40,7 @@ from pretrain.rundir.metrics import evaluations_at
 from pretrain.rundir.paths import (
     DATA_MANIFESTS,
     DIRECTORY,
+    JobKind,
     Outcome,
     Place,
     RunPaths,
@@ -136,12 +137,18 @@ def append_job(run: Path, record: JobRecord) -> None:
         append_json_line(path, dataclasses.asdict(record) | place)
 
 
-def read_jobs(run: Path) -> list[JobRecord]:
-    """Return the jobs submitted for a run, oldest first; none from the original of a copied run."""
+def read_jobs(run: Path, kind: JobKind | None = None) -> list[JobRecord]:
+    """Return the jobs submitted for a run, oldest first; none from the original of a copied run.
+
+    Args:
+        run: The run's directory.
+        kind: Only the jobs of this kind; None: all.
+    """
     lines = read_json_lines(RunPaths(run).jobs, MAX_BYTES)
     own = (from_json(JobRecord, line) for line in lines if not is_of_copied(line, run))
     # A job that began before its submission was recorded has recorded itself.
-    return list({record.job_id: record for record in own if record is not None}.values())
+    records = {record.job_id: record for record in own if record is not None}
+    return [record for record in records.values() if kind in (None, record.kind)]
 
 
 def read_launch(run: Path) -> LaunchRecord:
