@@ -347,7 +347,8 @@ def blend_of(
         ConfigError: The corpora are not the data set's, or cannot be read with these shares.
     """
     samples = {
-        corpus.name: num_samples(corpus.tokens, sequence_length) for corpus in stream.corpora
+        corpus.name: num_samples(corpus.tokens, sequence_length)
+        for corpus in stream.manifest.corpora
     }
     _check(stream, sequence_length, corpora, samples)
     shares = _shares(corpora, samples)

@@ -29,7 +29,6 @@ from pretrain.data.shards import (
     HEADER_BYTES,
     MANIFEST,
     PIECE_BYTES,
-    CorpusRecord,
     Manifest,
     Split,
     missing_data_set,
@@ -303,18 +302,6 @@ class TokenStream:
     file that shrinks kills the process without a message. Thread-safe.
     """
 
-    text_bytes: int
-    """Size of the documents' text in UTF-8."""
-
-    vocab_size: int
-    """Number of ids of the tokenizer that produced the tokens."""
-
-    eos_id: int
-    """The id that ends every document."""
-
-    corpora: tuple[CorpusRecord, ...]
-    """The corpora, in the order of the stream."""
-
     starts: dict[str, int]
     """Corpus -> its first token."""
 
@@ -334,8 +321,6 @@ class TokenStream:
         self.manifest = m = _load_manifest(self.directory)
         for problem in (problems if check_sizes else wrong_tokenizer)(self.directory, m):
             raise problem
-        self.text_bytes, self.corpora = m.text_bytes, m.corpora
-        self.vocab_size, self.eos_id = m.vocab_size, m.eos_id
         ends = accumulate((corpus.tokens for corpus in m.corpora), initial=0)
         self.starts = dict(zip((corpus.name for corpus in m.corpora), ends))
         self._reader = VerifiedReader(self.directory, m)
@@ -407,11 +392,11 @@ class TokenStream:
         if not tokens.size:
             return tokens
         self._reader.fill(tokens, starts.tolist(), count)
-        if int(tokens.max()) >= self.vocab_size:
+        if int(tokens.max()) >= self.manifest.vocab_size:
             # The checksum is right, so whoever wrote the data set did not check the ids.
             raise ConfigError(
                 f"{self.directory}: holds the token id {tokens.max()}, but vocab_size = "
-                f"{self.vocab_size}. {rebuild_advice(self.directory / MANIFEST)}"
+                f"{self.manifest.vocab_size}. {rebuild_advice(self.directory / MANIFEST)}"
             )
         return tokens
 
@@ -425,11 +410,11 @@ def open_stream(config: RunConfig, split: Split, *, check_sizes: bool = True) ->
     """
     data = config.data
     stream = TokenStream(f"{data.directory.rstrip('/')}/{split}", check_sizes=check_sizes)
-    if stream.vocab_size != data.vocab_size:
+    if stream.manifest.vocab_size != data.vocab_size:
         raise ConfigError(
             f"data.vocab_size = {data.vocab_size}: the data set in "
-            f"data.directory = {data.directory} has {stream.vocab_size} pieces. Set "
-            f"data.vocab_size={stream.vocab_size}, or choose another data.directory"
+            f"data.directory = {data.directory} has {stream.manifest.vocab_size} pieces. Set "
+            f"data.vocab_size={stream.manifest.vocab_size}, or choose another data.directory"
         )
     if stream.manifest.split != split:
         raise ConfigError(

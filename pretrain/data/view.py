@@ -130,7 +130,7 @@ def shown_samples(
     """
     stream = open_stream(config, split)
     origins, tokenizer = Origins(stream), load_tokenizer(stream.tokenizer_path)
-    known = {found.name: found for found in stream.corpora}
+    known = {found.name: found for found in stream.manifest.corpora}
     if corpus is not None and corpus not in known:
         raise ConfigError(
             f"--corpus {corpus}: {stream.directory} has no such corpus. It has {', '.join(known)}"
@@ -138,7 +138,7 @@ def shown_samples(
     length = config.data.sequence_length
     places = [
         (found, order.num_samples(found.tokens, length))
-        for found in ([known[corpus]] if corpus is not None else stream.corpora)
+        for found in ([known[corpus]] if corpus is not None else stream.manifest.corpora)
     ]
     total = sum(number for _, number in places)
     if not total:
@@ -217,7 +217,7 @@ def summary(directory: str) -> Iterator[str]:
 def _summary(streams: dict[Split, TokenStream]) -> Iterator[str]:
     data_set = streams["train"].data_set
     report = build_record(data_set, *(stream.manifest for stream in streams.values()))["report"]
-    yield f"{data_set}: tokenizer of {streams['train'].vocab_size:,} pieces"
+    yield f"{data_set}: tokenizer of {streams['train'].manifest.vocab_size:,} pieces"
     for split, stream in streams.items():
         shards = len(stream.manifest.shards)
         yield f"{split}: {_amount(report[split])}, {shards:,} shard{'s' * (shards != 1)}"

@@ -81,14 +81,14 @@ class Text:
         ends = []
         for start in range(0, len(self.stream), SAMPLED_TOKENS):
             ids = self.stream.read(start, min(SAMPLED_TOKENS, len(self.stream) - start))
-            ends.append(start + np.flatnonzero(ids == self.stream.eos_id))
+            ends.append(start + np.flatnonzero(ids == self.stream.manifest.eos_id))
         return np.concatenate(ends)
 
     @cached_property
     def occurring(self) -> Tokens:
         """Return the different tokens at the beginning of the text, ascending."""
         found: Tokens = np.unique(self.stream.read(0, min(SAMPLED_TOKENS, len(self.stream))))
-        occurring: Tokens = found[found != self.stream.eos_id]
+        occurring: Tokens = found[found != self.stream.manifest.eos_id]
         return occurring
 
     @cached_property
@@ -236,7 +236,7 @@ class Needle(Task):
         stream = text.stream
         for _ in range(MAX_DRAWS):
             start = int(random.integers(0, len(stream) - PLANTED + 1))
-            if stream.eos_id not in stream.read(start, PLANTED):
+            if stream.manifest.eos_id not in stream.read(start, PLANTED):
                 return start
         raise ConfigError(
             f"{stream.directory}: has no {PLANTED} tokens in a row within one document, which the "

@@ -202,7 +202,7 @@ def _measure(samples: int, plan: Plan) -> Iterator[dict[str, Any]]:
     opened = plan.opened
     chunks, topology = opened.load([Protocol(NONOVERLAPPING, n, n) for n in lengths])
     batch = opened.config.evaluation.tokens_per_batch
-    scorer, common = Scorer(chunks, topology, opened.stream.eos_id, batch), opened.common()
+    scorer, common = Scorer(chunks, topology, opened.stream.manifest.eos_id, batch), opened.common()
     if is_main():
         print(f"{opened.run}, step {common['step']} ({common['method']})", flush=True)
     for task, length in plan.cells:

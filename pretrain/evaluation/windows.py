@@ -268,11 +268,11 @@ class ScoredText:
         tokens = min(self.total, max_tokens or self.total)
         # Read the whole text here, so that all ranks find a damaged byte now, instead of one rank
         # in the middle of the evaluation.
-        ids = np.empty(tokens + 1, np.min_scalar_type(stream.vocab_size))
+        ids = np.empty(tokens + 1, np.min_scalar_type(stream.manifest.vocab_size))
         # Put an end-of-document token first, so that the first token has a context too.
-        ids[0] = stream.eos_id
+        ids[0] = stream.manifest.eos_id
         done, self._ends = 1, list[int]()
-        for corpus in stream.corpora:
+        for corpus in stream.manifest.corpora:
             first = stream.starts[corpus.name]
             share = tokens * (first + corpus.tokens) // self.total - tokens * first // self.total
             for start in range(0, share, READ_TOKENS):
@@ -281,7 +281,7 @@ class ScoredText:
                 done += count
             self._ends.append(done - 1)
         self._stream, self._ids, self.tokens = stream, ids, tokens
-        self.block_ends = block_ends(ids[1:], stream.eos_id)
+        self.block_ends = block_ends(ids[1:], stream.manifest.eos_id)
         """Ends of the blocks from which `pretrain.evaluation.records` computes intervals."""
 
     @cached_property
@@ -295,7 +295,7 @@ class ScoredText:
             return 0
         # Other tokenizers may have changed the text: only what their tokens stand for is predicted.
         if tokenizer.file_name == MODEL and self.tokens == self.total:
-            return self._stream.text_bytes
+            return self._stream.manifest.text_bytes
         return sum(text_bytes(tokenizer, part) for part in self._parts())
 
     def inputs(self, start: int, size: int) -> NDArray[Any]:

@@ -142,7 +142,7 @@ def count_unigram(study: Path, stream: TokenStream, max_tokens: int | None) -> N
     if read_json(study / UNIGRAM).items() >= asked.items():
         return
     ids = ScoredText(stream, max_tokens).inputs(1, tokens - 1)
-    counts = np.bincount(ids, minlength=stream.vocab_size)
+    counts = np.bincount(ids, minlength=stream.manifest.vocab_size)
     replace_json(study / UNIGRAM, {**asked, "loss_nats": entropy(counts)}, indent=1)
 
 

@@ -587,7 +587,7 @@ def load_run(
         reporter,
         start_point.origin(part),
         _spike_detector(part, state, start_point),
-        streams[0].eos_id if part.data.per_document_attention else None,
+        streams[0].manifest.eos_id if part.data.per_document_attention else None,
     )
 
 

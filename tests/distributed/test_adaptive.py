@@ -200,7 +200,7 @@ def test_an_evaluation_scores_what_the_dense_reference_does(pools, tiny_data, la
     )
     state = random_state(config, seed=3)
     stream = open_stream(config, "validation")
-    ids = torch.from_numpy(np.append(stream.eos_id, stream.read(0, tokens)))
+    ids = torch.from_numpy(np.append(stream.manifest.eos_id, stream.read(0, tokens)))
     with torch.no_grad():
         log_p = DenseGPT(config).load_global_state(state)(ids[:-1].view(10, 32))
     expected = -log_p.flatten(0, 1).gather(1, ids[1:, None]).view(10, 32)

@@ -51,7 +51,7 @@ def blended(workspace: Path, tiny_data: Path) -> Path:
         tokenizer=source.manifest.tokenizer,
         tokenizer_sha256=source.manifest.tokenizer_sha256,
         vocab_size=512,
-        eos_id=source.eos_id,
+        eos_id=source.manifest.eos_id,
         **sizes,
     )
     return directory

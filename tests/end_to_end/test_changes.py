@@ -48,7 +48,7 @@ def built(directory: Path, config: Path, text: Path, *settings: str) -> Path:
     """Build a data set of one text and return its directory."""
     source = ["data.source=text", f'data.paths=["{text}"]', f"data.directory={directory}"]
     build(load_config(config, [*source, *settings]))
-    assert TokenStream(directory / "train").vocab_size == 512
+    assert TokenStream(directory / "train").manifest.vocab_size == 512
     return directory
 
 

@@ -66,8 +66,9 @@ def test_all_of_the_text_is_scored_unless_told_otherwise(run, tiny_data, tmp_pat
     done = succeeds("evaluate", run, *options, whole)
     stream = TokenStream(tiny_data / "validation")
     [record] = curve(whole)
-    assert (record["tokens"], record["bytes"]) == (len(stream), stream.text_bytes)
-    assert f"{len(stream):,} tokens" in done.out and f"{stream.text_bytes:,} bytes" in done.out
+    assert (record["tokens"], record["bytes"]) == (len(stream), stream.manifest.text_bytes)
+    assert f"{len(stream):,} tokens" in done.out
+    assert f"{stream.manifest.text_bytes:,} bytes" in done.out
     succeeds("evaluate", run, *options, part, "--max-tokens", "2048")
     [bounded] = curve(part)
     assert bounded["tokens"] == 2048

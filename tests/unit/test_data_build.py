@@ -109,10 +109,10 @@ def test_every_document_is_in_one_split_in_the_order_of_the_files(built):
     assert validation == [min(DOCUMENTS, key=document_hash)]
     assert train == [text for text in DOCUMENTS if text not in validation]
     stream = TokenStream(built / "data/train")
-    assert stream.manifest.documents == 11 and stream.text_bytes == sum(
+    assert stream.manifest.documents == 11 and stream.manifest.text_bytes == sum(
         len(t.encode()) for t in train
     )
-    assert stream.corpora[0].name == "text"
+    assert stream.manifest.corpora[0].name == "text"
 
 
 def test_stock_webdataset_reads_the_same_tokens(built):

@@ -109,7 +109,7 @@ class Counted:
     """A stream that counts its calls, fails at one of them, and answers the first ones together."""
 
     def __init__(self, stream, fails_at: int | None = None, together: int = 1) -> None:
-        self.corpora, self.starts = stream.corpora, stream.starts
+        self.manifest, self.starts = stream.manifest, stream.starts
         self.calls, self._stream = [], stream
         self._fails_at, self._meeting = fails_at, threading.Barrier(together)
 

@@ -74,8 +74,8 @@ def test_any_ranges_are_those_of_the_concatenated_documents(tmp_path, vocab_size
     expected = np.concatenate(list(flat.values()))
     stream = TokenStream(tmp_path / "train")
     assert len(stream) == len(expected)
-    assert [(c.name, c.tokens) for c in stream.corpora] == [(n, len(t)) for n, t in flat.items()]
-    for corpus in stream.corpora:
+    assert [corpus.name for corpus in stream.manifest.corpora] == list(flat)
+    for corpus in stream.manifest.corpora:
         found = stream.read(stream.starts[corpus.name], corpus.tokens)
         assert np.array_equal(found, flat[corpus.name])
         assert corpus.documents == sum(len(task) for task in corpora[corpus.name])

@@ -94,12 +94,10 @@ def test_a_terminal_is_not_controlled_by_a_corpus(config, monkeypatch):
 
 
 def test_stats_counts_what_is_there(config):
-    train = open_stream(config, "train")
+    train = open_stream(config, "train").manifest
     sizes = {c.name: (c.tokens - 1) // 64 for c in train.corpora}
     ideal = sizes["books"] * 2 / (sizes["books"] * 2 + sizes["pages"])
     text = "\n".join(view.stats(config))
     assert f"books: {ideal:.1%} of the training samples" in text
-    assert (
-        f"train: {train.manifest.documents:,} documents, {train.text_bytes:,} bytes of text" in text
-    )
+    assert f"train: {train.documents:,} documents, {train.text_bytes:,} bytes of text" in text
     assert "13-word sequences are also in training" in text

@@ -65,7 +65,7 @@ def test_a_folder_stands_beside_the_run_that_is_made_of_it(folder, tmp_path, tin
 def test_a_class_without_a_table_reads_a_splits_text_by_its_own_tokenizer(folder, tiny_data):
     data, stream = f"data.directory={tiny_data}", TokenStream(tiny_data / "validation")
     [whole] = evaluated(folder, lengths="64", settings=[data])
-    assert whole["bytes"] == stream.text_bytes and whole["tokens"] != len(stream)
+    assert whole["bytes"] == stream.manifest.text_bytes and whole["tokens"] != len(stream)
     assert (whole["method"], whole["train_length"]) == ("unknown (gptj)", 64)
     asked = {"protocols": "nonoverlapping,sliding", "settings": [data, "evaluation.max_tokens=128"]}
     found, slid = evaluated(folder, lengths="64", **asked)

@@ -81,11 +81,11 @@ def test_the_whole_split_has_the_bytes_that_were_built(tiny_data, monkeypatch):
     stream = TokenStream(tiny_data / "validation")
     tokenizer = load_tokenizer(stream.tokenizer_path)
     ids = stream.read(0, len(stream))
-    assert text_bytes(tokenizer, ids) == stream.text_bytes == ScoredText(stream).bytes
+    assert text_bytes(tokenizer, ids) == stream.manifest.text_bytes == ScoredText(stream).bytes
     part = ScoredText(stream, 5000)
     assert part.bytes == text_bytes(tokenizer, ids[:5000])
     # A text whose bytes are counted is that much of the split's text.
-    assert part.bytes / stream.text_bytes == pytest.approx(5000 / len(stream), rel=0.1)
+    assert part.bytes / stream.manifest.text_bytes == pytest.approx(5000 / len(stream), rel=0.1)
     ids[7] = tokenizer.special["unk"]
     monkeypatch.setattr(stream, "read", lambda start, count: ids[start : start + count])
     assert ScoredText(stream).bytes == ScoredText(stream, 5000).bytes == 0
