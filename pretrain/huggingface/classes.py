@@ -500,14 +500,10 @@ class GptNeoX(Rotated):
         "output_layer": "lm_head",
     }
     layers = "gpt_neox.layers"
-    layer: ClassVar = {
-        "input_layernorm": "input_layernorm",
+    layer: ClassVar = Bloom.layer | {
         # GPTNeoXAttention.forward
         "self_attention.linear_qkv": InterleavedQkv("attention.query_key_value"),
         "self_attention.linear_proj": "attention.dense",
-        "pre_mlp_layernorm": "post_attention_layernorm",
-        "mlp.linear_fc1": "mlp.dense_h_to_4h",
-        "mlp.linear_fc2": "mlp.dense_4h_to_h",
     }
 
     def note(self, config: RunConfig, settings: Any) -> str:
