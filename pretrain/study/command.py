@@ -398,8 +398,8 @@ def _report(work: Work, states: list[tuple[StudyRun, State]]) -> int:
         say(f"{study.directory}: finished already; nothing to train or to evaluate")
     print(runs_table(states).plain())
     for part in results:
-        if part.curves:
-            print(f"\n{part.study.title}. {length_table(part.curves).plain()}")
+        if part.evidence.curves:
+            print(f"\n{part.study.title}. {length_table(part.evidence.curves).plain()}")
     print(f"\nreport: {study.report / 'report.md'}")
     return ExitCode.FAILED if any(s.state == FAILED for _, s in states) else ExitCode.FINISHED
 

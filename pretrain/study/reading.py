@@ -45,10 +45,6 @@ class Results:
     unmeasured: Sequence[str]
     """In words, the methods and lengths whose efficiency could not be measured."""
 
-    @property
-    def curves(self) -> Sequence[Curve]:
-        return self.evidence.curves
-
 
 def read_results(study: Study, states: Sequence[tuple[StudyRun, State]]) -> Results:
     """Read the results that a study has so far; missing ones are empty.

@@ -160,7 +160,7 @@ def report(results: Results, judged: Sequence[Judgment]) -> Page:
         results: The results of the study so far.
         judged: The verdicts.
     """
-    study, curves = results.study, results.curves
+    study, curves = results.study, results.evidence.curves
     page = Page(f"# {plain(study.title)}", _in_short(results, judged), *_warnings(results))
     page.add(_verdicts(judged, study.asked.published or RATIOS_FROM))
     if curves:
@@ -279,7 +279,7 @@ def _tokens(tokens: int | None, seeds: int | None) -> str:
 # ---- numbers -------------------------------------------------------------------------------------
 def _add_perplexity(page: Page, results: Results) -> None:
     """Add figures and tables of perplexities."""
-    curves, model = results.curves, results.study.asked.published
+    curves, model = results.evidence.curves, results.study.asked.published
     tables = [length_table(curves, each) for each in quantities(curves) if each != BITS_PER_BYTE]
     page.add(*(table.markdown() for table in tables), _unigram(results))
     lines, frame = _ratios(curves, model or RATIOS_FROM)
@@ -306,8 +306,8 @@ def _add_perplexity(page: Page, results: Results) -> None:
 
 def _unigram(results: Results) -> str:
     """Return how well token frequencies alone predict the text, and which runs are no better."""
-    known = results.evidence.unigram
-    if known is None:
+    evidence = results.evidence
+    if (known := evidence.unigram) is None:
         return (
             "The frequencies of the scored tokens are not counted, so whether a run has learned "
             "more than these is not known. `pretrain study` counts them where the data is."
@@ -317,7 +317,7 @@ def _unigram(results: Results) -> str:
         f"perplexity of {math.exp(known.loss_nats):.2f} on them ({known.loss_nats:.4f} nats a "
         "token, which is their entropy)."
     )
-    why = [found for curve in results.curves if (found := results.evidence.untrained(curve))]
+    why = [found for curve in evidence.curves if (found := evidence.untrained(curve))]
     if why:
         words += f" **No better at L, and so part of no claim: {plain('; '.join(why))}.**"
     return words
@@ -325,7 +325,7 @@ def _unigram(results: Results) -> str:
 
 def _early(results: Results) -> Iterable[str]:
     """Yield the part of early tokens in the gain of longer windows."""
-    gains = reading.gains(results.curves)
+    gains = reading.gains(results.evidence.curves)
     if not gains:
         yield (
             "Early tokens cannot be separated from longer context: windows longer than L, and "
@@ -532,7 +532,7 @@ def by_compute(study: Study, parts: Sequence[Results]) -> Page:
     """
     found: dict[tuple[str, str], dict[str, tuple[float, Gap]]] = {}
     for part in parts:
-        for panel, curves in in_panels(part.curves).items():
+        for panel, curves in in_panels(part.evidence.curves).items():
             # The same method at all sizes, whichever runs are there.
             bases = [curve for curve in curves if curve.method == study.runs[0].method][:1]
             others = [curve for curve in curves if curve not in bases]

@@ -175,13 +175,12 @@ def _problem(study: StudyFile) -> str:
             f"configs and {given[0]}: choose one. configs lists a config file for each method and "
             "length; config, methods and training_lengths make the runs from one file"
         )
-    if not study.configs:
-        missing = [name for name in FIELDS[:3] if not getattr(study, name)]
-        if missing:
-            return (
-                f"{missing[0]}: missing. Name a config, methods and training_lengths, or list "
-                "config files in configs"
-            )
+    missing = [name for name in FIELDS[:3] if not getattr(study, name)]
+    if missing and not study.configs:
+        return (
+            f"{missing[0]}: missing. Name a config, methods and training_lengths, or list config "
+            "files in configs"
+        )
     if study.sizes and study.efficiency.rounds:
         return "sizes and efficiency.rounds: choose one. Speeds are measured of models of one size"
     return ""
@@ -750,15 +749,13 @@ def states_of(
         study: The study.
         launched: Name of a run -> how the launcher failed in this command.
     """
-    return [
-        (
-            run,
-            State(FINISHED, step=run.config.train.num_steps)
-            if is_recorded(study, run)
-            else state_of(run, (launched or {}).get(run.name, "")),
-        )
-        for run in study.runs
-    ]
+    states = []
+    for run in study.runs:
+        state = State(FINISHED, step=run.config.train.num_steps)
+        if not is_recorded(study, run):
+            state = state_of(run, (launched or {}).get(run.name, ""))
+        states.append((run, state))
+    return states
 
 
 def write_study(study: Study, states: Sequence[tuple[StudyRun, State]]) -> None:

@@ -176,7 +176,7 @@ def test_the_gap_of_the_methods_is_shown_by_the_compute_of_each_size(tmp_path):
 
         methods = {"methods": ("alibi", "sinusoidal"), "trained": (64,)}
         each = make_study(tmp_path / size, perplexity=shape, **methods)
-        for record in (r for c in each.curves for rs in c.records.values() for r in rs):
+        for record in (r for c in each.evidence.curves for rs in c.records.values() for r in rs):
             record["training_flop"] = flop[size]
         parts.append(dataclasses.replace(each, study=dataclasses.replace(each.study, size=size)))
     asked = StudyFile(title="Sizes", directory=str(tmp_path / "s"), sizes={"1m": [], "3m": []})
@@ -191,11 +191,11 @@ def test_the_gap_of_the_methods_is_shown_by_the_compute_of_each_size(tmp_path):
     assert {"figures/compute.png", "figures/compute.svg"} == page.files.keys()
     assert "[3m](3m/report.md)" in page.text()
     # A size with more seeds goes on with the line.
-    named = [dataclasses.replace(c, name=f"{c.name}, 2 seeds") for c in parts[1].curves]
+    named = [dataclasses.replace(c, name=f"{c.name}, 2 seeds") for c in parts[1].evidence.curves]
     more = dataclasses.replace(parts[1].evidence, curves=named)
     page = by_compute(whole, [parts[0], dataclasses.replace(parts[1], evidence=more)])
     assert "2 seeds" not in page.text()
     # The base is the same method where another one comes first.
-    evidence = dataclasses.replace(parts[1].evidence, curves=parts[1].curves[::-1])
+    evidence = dataclasses.replace(parts[1].evidence, curves=parts[1].evidence.curves[::-1])
     page = by_compute(whole, [parts[0], dataclasses.replace(parts[1], evidence=evidence)])
     assert "| sinusoidal | 3m |" in page.text() and "| alibi |" not in page.text()
