@@ -168,6 +168,7 @@ class Reach:
         """Return everything as JSON, with null for an infinite distance."""
         trained, bounds = self.config.data.sequence_length, self.bounds()
         lengths = [n * trained for n in MULTIPLES]
+        caches = {"all": torch.full_like(self.certificate, torch.inf), **bounds}
         shares = {
             name: {str(n): self.share(reach, n) for n in lengths} for name, reach in bounds.items()
         }
@@ -183,10 +184,7 @@ class Reach:
             "share": shares,
             "cache_bytes": {
                 name: {str(n * trained): self.cache_bytes(x, n * trained) for n in LONG_MULTIPLES}
-                for name, x in {
-                    "all": torch.full_like(self.certificate, torch.inf),
-                    **bounds,
-                }.items()
+                for name, x in caches.items()
             },
             "linear_from": {name: _finite(reach.max()) for name, reach in bounds.items()},
         }

@@ -413,12 +413,11 @@ def is_finished(run: Path, num_steps: int | None = None) -> bool:
     ]
     if not finished:
         return False
+    paths = RunPaths(run)
     if num_steps is None:
-        num_steps = load_config(
-            RunPaths(run).newest_config() or RunPaths(run).config
-        ).train.num_steps
+        num_steps = load_config(paths.newest_config() or paths.config).train.num_steps
     newest = newest_checkpoint_step(run)
-    if newest is None and named_by_step(RunPaths(run).checkpoints):
+    if newest is None and named_by_step(paths.checkpoints):
         # The checkpoints have no manifests and cannot be used. Starting the run reports that.
         return False
     return newest in (None, num_steps) and any(

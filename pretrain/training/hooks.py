@@ -122,16 +122,12 @@ class EvaluationHook(Hook):
                         for result, own in zip(results, seconds)
                     ]
                 )
-            trained = (
-                recorded_protocol(run.config, "nonoverlapping"),
-                run.config.data.sequence_length,
-            )
+            trained = recorded_protocol(run.config, "nonoverlapping")
             for result in results:
-                is_trained = (result.protocol.name, result.protocol.length) == trained
-                if is_trained and math.isfinite(result.loss_nats):
-                    run.origin = dataclasses.replace(
-                        run.origin, validation_loss_nats=result.loss_nats
-                    )
+                protocol, loss = result.protocol, result.loss_nats
+                is_trained = protocol.length == run.config.data.sequence_length
+                if is_trained and protocol.name == trained and math.isfinite(loss):
+                    run.origin = dataclasses.replace(run.origin, validation_loss_nats=loss)
 
 
 def make_hooks(run: Run) -> list[Hook]:
