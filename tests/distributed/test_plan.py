@@ -11,11 +11,11 @@ import pytest
 
 from pretrain import platform
 from pretrain.config import RunConfig
-from pretrain.plan.memory import memory_of_rank, stage_of
 from pretrain.plan.simulation import count_run
 from pretrain.topology import initialize
 from tests.conftest import tiny_config
 from tests.distributed.test_step_budgets import compare
+from tests.unit.test_plan_memory import assert_as_planned
 
 SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PIPELINE = {"pipeline_model_parallel_size": 2}
@@ -44,11 +44,7 @@ def test_every_real_rank_allocates_what_is_planned(pools, layout):
     measured = pools(world_size).run(measure_real_rank, config)
     for rank, found in enumerate(measured):
         stage = rank // (shape.tensor * shape.data)
-        planned = memory_of_rank(config, shape, stage_of(config, shape, stage), is_modern=True)
-        state = (planned.weights, planned.gradients, planned.optimizer)
-        assert state == (found["weights"], found["gradients"], found["optimizer"])
-        most = planned.activations + planned.logits + planned.buffers
-        assert most == pytest.approx(found["peak"], rel=0.05)
+        assert_as_planned(config, shape, stage, found)
 
 
 SHARED = {**SEQUENCE, **PIPELINE, "world_size": 4}

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from pretrain.config import RunConfig
-from pretrain.rundir.metrics import is_evaluation, read_metrics
+from pretrain.rundir.metrics import read_metrics
 from pretrain.rundir.paths import RunPaths
 from pretrain.topology import initialize
 from pretrain.training import stragglers
@@ -97,7 +97,8 @@ def test_a_slow_rank_is_named(pools, tiny_data, tmp_path, layout, slow):
     said = pools(processes).run(train_slowed, config, slow, LOST_SECONDS=0.5, WINDOW_STEPS=WINDOW)
     assert f"warning: rank {slow} ({os.uname().nodename}, cpu) is slow" in said[0]
     assert all(" is slow" not in each for each in said[1:])
-    records = [record for record in step_records(config) if "slowest_rank" in record]
+    records = read_metrics(RunPaths(config.directory).metrics)
+    records = [record for record in records if "slowest_rank" in record]
     assert [record["step"] for record in records] == [WINDOW, 2 * WINDOW, LAST]
     assert [record["slowest_rank"] for record in records[1:]] == [slow, slow]
     # On a busy machine the rank may have been slow in the window before, too.
@@ -164,11 +165,6 @@ def run_config(tiny_data: Any, tmp_path: Any, parallel: dict[str, Any], steps: i
         train={"num_steps": steps},
         evaluation={"lengths": [32]},
     )
-
-
-def step_records(config: RunConfig) -> list[dict[str, Any]]:
-    records = read_metrics(RunPaths(config.directory).metrics)
-    return [record for record in records if not is_evaluation(record)]
 
 
 # ---- what is judged ------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ Block sizes are small, so that short sequences, which is all that the interprete
 blocks of every kind: whole, masked, ragged and skipped.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -408,21 +410,16 @@ def test_views_of_a_fused_projection_are_read_where_they_lie():
     views = fused.split(16, dim=3)
     assert not any(x.is_contiguous() for x in views)
     bias = ScoreBias(alibi_slopes(2).to(DEVICE), None, 0, True)
-    strided = differentiate(
-        attention_triton(*views, bias, None, 0.0, skip=True, schedule=SMALL), [fused]
-    )
+    attend = partial(attention_triton, bias=bias, scale=None, dropout_p=0.0, schedule=SMALL)
+    strided = differentiate(attend(*views, skip=True), [fused])
     whole = [x.detach().contiguous().requires_grad_() for x in views]
-    dense = differentiate(
-        attention_triton(*whole, bias, None, 0.0, skip=True, schedule=SMALL), whole
-    )
-    assert torch.equal(strided[0], dense[0]) and torch.equal(
-        strided[1], torch.cat(dense[1:], dim=3)
-    )
+    dense = differentiate(attend(*whole, skip=True), whole)
+    assert torch.equal(strided[0], dense[0])
+    assert torch.equal(strided[1], torch.cat(dense[1:], dim=3))
     q, k, v = (x.detach() for x in views)
     # v is stored batch first, so that its strides differ from those of q and k.
     across = v.transpose(0, 1).contiguous().transpose(0, 1)
-    out = attention_triton(q, k, across, bias, None, 0.0, skip=True, schedule=SMALL)
-    assert torch.equal(out, dense[0])
+    assert torch.equal(attend(q, k, across, skip=True), dense[0])
     across[3, 1, 1] *= 1e15
     slopes = torch.tensor([1.0, 1.5], device=DEVICE)
     tiles_visited = visited_tiles(q * 0.1, k, across, slopes, schedule=SMALL)[0]
@@ -430,9 +427,7 @@ def test_views_of_a_fused_projection_are_read_where_they_lie():
     model = oracles.visited_tiles(*(x.cpu() for x in (q * 0.1, k, across, slopes)), **tiles)
     assert torch.equal(tiles_visited.cpu(), model.tiles_BHTK)
     assert not torch.equal(*model.tiles_BHTK), "only that head of that sequence visits them"
-    expanded = attention_triton(
-        *(x[:, :1].expand(-1, 2, -1, -1) for x in views), bias, None, 0.0, schedule=SMALL
-    )
+    expanded = attend(*(x[:, :1].expand(-1, 2, -1, -1) for x in views))
     assert torch.equal(expanded[:, 0], expanded[:, 1]), "a stride of zero"
 
 

@@ -159,21 +159,22 @@ class Run:
     def attempts(self) -> list[AttemptRecord]:
         return read_attempts(self.directory)
 
+    def going_on(self, attempt: int) -> AttemptRecord | None:
+        """Return attempt number `attempt` once it has begun; it fails if it has ended."""
+        records = self.attempts
+        assert len(records) <= attempt, [record.ended for record in records]
+        assert len(records) < attempt or records[-1].ended is None, records[-1].ended
+        return records[-1] if len(records) == attempt else None
+
     def wait_for_step(self, attempt: int, steps: int) -> None:
         """Wait until attempt number `attempt` has taken `steps` steps of its own."""
 
         def reached() -> bool:
-            records = self.attempts
-            assert len(records) <= attempt, f"attempt {attempt + 1} already"
-            assert len(records) < attempt or records[-1].ended is None, records[-1].ended
-            if (
-                len(records) < attempt
-                or records[-1].progress is None
-                or records[-1].progress.phase != "training"
-            ):
+            record = self.going_on(attempt)
+            if record is None or record.progress is None or record.progress.phase != "training":
                 return False
-            first = next(mark.step for mark in records[-1].phases if mark.phase == "training")
-            return records[-1].progress.step >= first + steps
+            first = next(mark.step for mark in record.phases if mark.phase == "training")
+            return record.progress.step >= first + steps
 
         wait_for(reached)
 

@@ -140,12 +140,8 @@ class ScriptedRun(Run):
         log = RunPaths(self.directory).attempt_log(attempt)
 
         def trains() -> bool:
-            records = self.attempts
-            assert len(records) <= attempt, [record.ended for record in records]
-            assert len(records) < attempt or records[-1].ended is None, records[-1].ended
-            if len(records) < attempt or not (progress := records[-1].progress):
-                return False
-            return progress.count > 2
+            record = self.going_on(attempt)
+            return record is not None and record.progress is not None and record.progress.count > 2
 
         wait_for(trains)
         assert log.exists()

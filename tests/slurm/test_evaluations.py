@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from pretrain.rundir.jobs import read_jobs
-from pretrain.rundir.paths import RunPaths
+from pretrain.rundir.paths import JobKind, RunPaths
 from tests.end_to_end.commands import (
     Done,
     executable,
@@ -63,17 +63,12 @@ class Desk:
         words = ["submit", "run.toml", *sets(*settings), "--nodes", 1, "--evaluate-checkpoints"]
         # As evaluation.max_tokens of the run.
         succeeded(self.launcher(*words, "--lengths", "32,64", "--max-tokens", 2048))
-        return next(
-            record.job_id for record in reversed(read_jobs(self.run)) if record.kind == "train"
-        )
+        return read_jobs(self.run, JobKind.TRAIN)[-1].job_id
 
     def jobs(self) -> dict[str, str]:
         """Return the recorded evaluation jobs: checkpoint -> job id."""
-        return {
-            str(record.checkpoint): record.job_id
-            for record in read_jobs(self.run)
-            if record.kind == "evaluate"
-        }
+        sent = read_jobs(self.run, JobKind.EVALUATE)
+        return {str(record.checkpoint): record.job_id for record in sent}
 
     def state(self, job_id: str) -> tuple[str, str]:
         fields = self.cluster.job(job_id)
@@ -154,7 +149,7 @@ def test_every_checkpoint_is_evaluated_once(desk: Desk) -> None:
     logs = "".join(path.read_text() for path in (run / "logs").glob("slurm-*.log"))
     assert [logs.count(f"{name}: evaluated; see") for name in NAMES] == [1, 1, 1]
     assert f"{NAMES[2]}: evaluated before" in (run / f"logs/slurm-{again}.log").read_text()
-    assert len(desk.jobs()) == len([r for r in read_jobs(run) if r.kind == "evaluate"]) == 3
+    assert len(desk.jobs()) == len(read_jobs(run, JobKind.EVALUATE)) == 3
     curve = json.loads((run / "evaluations/curve.json").read_text())
     found = {
         (r["step"], r["length"]): r["loss_nats"]

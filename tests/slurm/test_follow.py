@@ -30,7 +30,7 @@ from tests.end_to_end.commands import (
     wait_for,
 )
 from tests.slurm.cluster import Cluster
-from tests.slurm.runs import with_scripted_ranks, write_configs, write_site
+from tests.slurm.runs import Run, with_scripted_ranks, write_configs, write_site
 from tests.slurm.scripted import prepare
 
 
@@ -81,20 +81,9 @@ class Desk:
 
     def wait_for_step(self, run: str, attempt: int) -> AttemptRecord:
         """The attempt with this number, once it trains and has taken a few steps."""
-
-        def trains() -> AttemptRecord | None:
-            made = read_attempts(self.folder / run)
-            if (
-                len(made) < attempt
-                or not made[-1].progress
-                or made[-1].progress.phase != "training"
-            ):
-                return None
-            first = next(mark.step for mark in made[-1].phases if mark.phase == "training")
-            return made[-1] if made[-1].progress.step > first + 2 else None
-
-        wait_for(trains)
-        return read_attempts(self.folder / run)[-1]
+        sent = Run(self.cluster, self.folder / run)
+        sent.wait_for_step(attempt, 3)
+        return sent.attempts[-1]
 
     def job_states(self) -> dict[str, str]:
         """Return the state of each job in the queue, an array's tasks separately."""

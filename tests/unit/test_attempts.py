@@ -350,9 +350,8 @@ def test_a_run_is_finished_when_an_attempt_did_all_its_steps(tmp_path):
     finish(tmp_path)
     assert is_finished(tmp_path, 320) and not is_finished(tmp_path, 321)
     (tmp_path / "launch").mkdir()
-    (tmp_path / "launch/config.toml").write_text(
-        (ROOT / "configs/demo.toml").read_text()
-    )  # 320 steps
+    # Of 320 steps.
+    (tmp_path / "launch/config.toml").write_text((ROOT / "configs/demo.toml").read_text())
     assert is_finished(tmp_path)
 
 

@@ -111,10 +111,6 @@ def test_near_duplicates_share_words_in_order(one: str, other: str, near: bool) 
     assert (duplicate_keys(one, "near") == duplicate_keys(other, "near")).any() == near
 
 
-def text_of(rng: random.Random, words: int) -> list[str]:
-    return rng.choices(WORDS, k=words)
-
-
 def edited(rng: random.Random, words: list[str], edits: int) -> list[str]:
     copy = list(words)
     for place in rng.sample(range(len(words)), edits):
@@ -131,7 +127,7 @@ def planted(pairs: int) -> list[tuple[list[str], list[str], float]]:
     rng = random.Random(3)
     result = []
     for number in range(pairs):
-        words = text_of(rng, rng.randint(100, 400))
+        words = rng.choices(WORDS, k=rng.randint(100, 400))
         copy = edited(rng, words, number % (len(words) // 8))
         a, b = sequences(words), sequences(copy)
         result.append((words, copy, len(a & b) / len(a | b)))

@@ -110,14 +110,12 @@ def log_records(data: bytes) -> Iterator[bytes]:
     """The records of a .wandb file: 7 bytes, then LevelDB's log format (its doc/log_format.md)."""
     position, parts = 7, []
     while position + 7 <= len(data):
-        if (
-            32_768 - position % 32_768 < 7
-        ):  # the rest of a block that is too short for a record's header
+        # The rest of a block may be too short for a record's header.
+        if 32_768 - position % 32_768 < 7:
             position += 32_768 - position % 32_768
             continue
-        _, length, kind = struct.unpack_from(
-            "<IHB", data, position
-        )  # checksum, length, whole/first/middle/last
+        # The checksum, the length, and whether it is whole, or its first, middle or last part.
+        _, length, kind = struct.unpack_from("<IHB", data, position)
         parts.append(data[position + 7 : position + 7 + length])
         position += 7 + length
         if kind in (1, 4):

@@ -28,27 +28,26 @@ sys.exit(7)
 """
 
 
-def test_a_step_that_has_forgotten_its_end_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(slurm, "signal_step", lambda job, name, number: asked.append(number))
-    process = subprocess.Popen([sys.executable, "-c", FORGETFUL], stdout=subprocess.PIPE)
-    assert process.stdout is not None and process.stdout.readline() == b"runs\n"
-    slurm.end_step(process, "1", "train", 60)
-    assert process.returncode == 7 and asked == []
-    process.stdout.close()
+IGNORING = """
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+print("runs", flush=True)
+signal.pause()
+"""
 
 
-def test_a_step_that_srun_does_not_end_is_ended_by_slurmctld(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize(
+    ("srun", "seconds", "code", "signals"),
+    [(FORGETFUL, 60, 7, []), (IGNORING, 1.5, -signal.SIGKILL, [signal.SIGKILL])],
+    ids=["forgets its end, and is told again", "does not end, and slurmctld ends it"],
+)
+def test_a_step_is_ended(monkeypatch, srun: str, seconds: float, code: int, signals: Any) -> None:
     asked: list[int] = []
     monkeypatch.setattr(slurm, "signal_step", lambda job, name, number: asked.append(number))
-    ignoring = "import signal; signal.pthread_sigmask(0, {15}); print('runs', flush=True);"
-    command = [sys.executable, "-c", f"{ignoring} signal.pause()"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", srun], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"runs\n"
-    slurm.end_step(process, "1", "train", 1.5)
-    assert process.returncode == -signal.SIGKILL and asked == [signal.SIGKILL]
+    slurm.end_step(process, "1", "train", seconds)
+    assert process.returncode == code and asked == signals
     process.stdout.close()
 
 
