@@ -379,9 +379,14 @@ def _check_phases(config: RunConfig) -> None:
     Raises:
         ConfigError, ValidationError: A phase cannot work; a note names it.
     """
+    method = config.position.method
     for number, phase in enumerate(config.phases, 1):
-        changes = changed_keys(phase)
-        if fixed := [key for key in changes if not _may_change(key, config)]:
+        changes, before = changed_keys(phase), method
+        method = changes.get("position.method", method)
+        # Another method begins with keys of its own.
+        own = ("position.",) if method != before else ()
+        asked = [key for key in changes if not key.startswith(own)]
+        if fixed := [key for key in asked if not _may_change(key, config)]:
             with in_phase(number):
                 raise ConfigError(
                     "\n".join(

@@ -169,17 +169,13 @@ class RunPhase:
 
     @property
     def alone(self) -> RunConfig:
-        """Return it as a run from step 0, to plan or time it; a ramp-up is the first phase's."""
+        """Return it as a run from step 0, to plan its steps; `tokens` knows of a ramp-up before."""
         if self.of == 1:
             return self.config
-        c, rampup = self.config, self.config.batch.rampup_batch_size if self.number == 1 else None
-        sections = {
-            "train": c.train.model_copy(
-                update={"num_steps": self.end - self.first, "profile_steps": None}
-            ),
-            "batch": c.batch.model_copy(update={"rampup_batch_size": rampup}),
-        }
-        return c.model_copy(update=sections)
+        changes = {"num_steps": self.end - self.first, "profile_steps": None}
+        return self.config.model_copy(
+            update={"train": self.config.train.model_copy(update=changes)}
+        )
 
     def __str__(self) -> str:
         """Return "phase 2 of 3, steps 101 to 200"."""

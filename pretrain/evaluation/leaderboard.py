@@ -151,8 +151,11 @@ def add(directory: Path, curve: Path, **about: str | None) -> Path:
     path = directory / f"{re.sub(r'[^a-z0-9]+', '-', str(about['name']).lower()).strip('-')}.json"
     if path.exists() or path.stem.startswith("."):
         raise ConfigError(f"--name {about['name']}: {path} cannot be a new file. Choose another")
+    records = records_of(curve)
+    # What training has evaluated may stand beside what the call has, and names no code.
+    rows = [record for record in records if record.get("code")] or records
     # Losses by position are not shown.
-    kept = ({key: r[key] for key in r if key != rec.POSITIONS} for r in records_of(curve))
+    kept = ({key: r[key] for key in r if key != rec.POSITIONS} for r in rows)
     content = _json({key: value for key, value in about.items() if value is not None}, kept)
     parse(content, curve)
     with writing(path):

@@ -430,7 +430,8 @@ class Evaluator:
     def _batch(self, windows: list[Window], rows: int, length: int) -> Batch:
         """Return the token ids [rows, length + 1] of these windows: inputs and the last target.
 
-        Shorter windows are padded on the right, where causal attention does not see the padding.
+        Shorter windows are padded on the right, where causal attention does not see the padding;
+        dynamic and LongRoPE frequencies of a foreign model are those of the padded length.
         """
         if self.mask_id is not None:
             return self._masked_batch(windows, rows, length, self.mask_id)

@@ -83,9 +83,10 @@ class BloomSlopesModel(BloomModel):  # type: ignore[no-untyped-call]  # untyped 
         given = inputs_embeds if input_ids is None else input_ids
         if attention_mask is None and given is not None:
             # Pass a mask, because without one BloomModel computes biases with Bloom's own slopes.
-            past = 0 if past_key_values is None else past_key_values.get_seq_length()
-            size = given.shape[0], past + given.shape[1]
-            attention_mask = torch.ones(size, dtype=torch.long, device=given.device)
+            size, keys = given.shape[:2]
+            if past_key_values is not None:
+                keys = past_key_values.get_mask_sizes(keys, 0)[0]
+            attention_mask = torch.ones(size, keys, dtype=torch.long, device=given.device)
         return super().forward(input_ids, past_key_values, attention_mask, inputs_embeds, **kwargs)
 
 

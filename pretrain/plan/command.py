@@ -25,6 +25,7 @@ from pretrain.config import (
 )
 from pretrain.config.errors import columns
 from pretrain.config.load import merged
+from pretrain.config.run import RunPhase
 from pretrain.config.schema import PhaseSection
 from pretrain.model import ALL_UP_TO, REACH, attention_share
 from pretrain.plan.memory import (
@@ -132,6 +133,8 @@ class Planned:
     memory: Memory
     """The memory of the rank that needs most."""
     timing: Timing
+    tokens: int
+    """The tokens that it trains on."""
 
     @property
     def memory_is_bound(self) -> bool:
@@ -158,8 +161,7 @@ class Planned:
 
     def hours(self) -> float:
         """Return the GPU-hours of the run's tokens at the speed of full batches."""
-        seconds = self.config.planned_tokens / self.timing.tokens_per_second
-        return seconds * self.timing.gpus / 3600
+        return self.tokens / self.timing.tokens_per_second * self.timing.gpus / 3600
 
 
 @dataclass(frozen=True)
@@ -220,12 +222,13 @@ def check_target(config: RunConfig, target: Target) -> None:
         )
 
 
-def make_plan(config: RunConfig, target: Target) -> Plan:
+def make_plan(config: RunConfig, target: Target, tokens: int | None = None) -> Plan:
     """Return every layout of a run with its memory and time.
 
     Args:
         config: The run.
         target: The GPUs and their network.
+        tokens: The tokens that it trains on; None for those of its steps.
 
     Raises:
         ConfigError: The run cannot be planned, or no layout is legal.
@@ -239,7 +242,7 @@ def make_plan(config: RunConfig, target: Target) -> Plan:
         key = str(run.parallel)
         if key not in stages:
             stages[key] = stages_of(run, layout)
-        each = planned(run, layout, stages[key], target)
+        each = planned(run, layout, stages[key], target, tokens)
         (fits if each.memory.total <= target.usable_bytes else too_large).append(each)
     if not fits and not too_large:
         reasons = "\n".join(refused)
@@ -258,7 +261,13 @@ def _order(each: Planned) -> tuple[float, int, int]:
     return each.timing.milliseconds, recompute, each.memory.total
 
 
-def planned(config: RunConfig, layout: Layout, stages: Sequence[Stage], target: Target) -> Planned:
+def planned(
+    config: RunConfig,
+    layout: Layout,
+    stages: Sequence[Stage],
+    target: Target,
+    tokens: int | None = None,
+) -> Planned:
     """Return the memory and the time of a run in one layout.
 
     Args:
@@ -266,11 +275,13 @@ def planned(config: RunConfig, layout: Layout, stages: Sequence[Stage], target: 
         layout: Its layout.
         stages: Its pipeline stages, one of each kind.
         target: The GPUs and their network.
+        tokens: The tokens that it trains on; None for those of its steps.
     """
     is_modern = target.device.is_modern
     memories = [memory_of_rank(config, layout, stage, is_modern) for stage in stages]
     largest = max(memories, key=lambda memory: memory.total)
-    return Planned(config, layout, largest, time_of_step(config, layout, stages, target))
+    timing, tokens = time_of_step(config, layout, stages, target), tokens or config.planned_tokens
+    return Planned(config, layout, largest, timing, tokens)
 
 
 # ---- Options of the command line ----
@@ -320,8 +331,8 @@ def plan_run(
     if out is not None and os.path.lexists(out):
         raise ConfigError(f"--out {out}: exists, and is not replaced. Choose another name")
     parts = config.parts
-    plans = [make_plan(phase.alone, target) for phase in parts]
-    tables = [to_table(phase.alone, target, plan) for phase, plan in zip(parts, plans)]
+    plans = [make_plan(phase.alone, target, phase.tokens) for phase in parts]
+    tables = [to_table(phase, target, plan) for phase, plan in zip(parts, plans)]
     if config.phases:
         tables = [f"{phase}\n{table}" for phase, table in zip(parts, tables)]
     common = _common_layouts(plans)
@@ -385,21 +396,22 @@ def _phases(common: Sequence[Sequence[Planned]]) -> Iterator[str]:
     yield "\n".join(columns(rows, right=[1]))
 
 
-def to_table(config: RunConfig, target: Target, plan: Plan) -> str:
-    """Return the text that `pretrain plan` prints.
+def to_table(phase: RunPhase, target: Target, plan: Plan) -> str:
+    """Return the text that `pretrain plan` prints of a run, or of one of its phases.
 
     Args:
-        config: The run as configured.
+        phase: The run or phase as configured.
         target: The GPUs and their network.
-        plan: The run's layouts.
+        plan: Its layouts.
     """
+    config = phase.alone
     return "\n".join(
         [
             f"{num_parameters(config):,} parameters, {config.position.method}, "
             f"L = {config.data.sequence_length}, {config.train.precision}"
             f"{' with 8-bit products' * config.train.fp8}; "
             f"{config.tokens_per_step:,} tokens a step, {config.train.num_steps:,} steps, "
-            f"{config.planned_tokens:,} tokens",
+            f"{phase.tokens:,} tokens",
             f"{target.gpus} x {target.device.name}, {target.usable_bytes / 1e9:.1f} GB of each "
             f"usable; links of a node: {target.network.gbit_per_second:g} Gbit/s",
             *_layouts(target, plan),

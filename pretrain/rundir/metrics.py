@@ -304,7 +304,7 @@ def drop_after(path: Path, step: int) -> int:
     def kept() -> Iterator[Record]:
         nonlocal last
         for record in read_metrics(path):
-            if 0 < record["step"] <= step - is_change(record):
+            if 0 <= record["step"] <= step - is_change(record):
                 last = record["step"]
                 yield record
 

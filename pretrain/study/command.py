@@ -424,14 +424,20 @@ def _measure(work: Work) -> bool:
     """
     study, rounds = work.study, work.study.asked.efficiency.rounds
     file = study.directory / "efficiency.json"
-    contestants = {(run.method, run.train_length): run for run in reversed(study.runs)}
-    runs = [run for run in study.runs if run in contestants.values()]
+    # The speed at its last length does not tell how long a run of several lengths was trained.
+    timed = [
+        run
+        for run in study.runs
+        if all(p.config.data.sequence_length == run.train_length for p in run.config.parts)
+    ]
+    contestants = {(run.method, run.train_length): run for run in reversed(timed)}
+    runs = [run for run in timed if run in contestants.values()]
     asked, there = measured_as(runs), read_json(file)
     if there and there.get("asked") != asked:
         say(f"{file}: is of other configs than the study's; removed")
         file.unlink()
         there = {}
-    if not rounds or there.get("rounds") == rounds:
+    if not rounds or not runs or there.get("rounds") == rounds:
         return False
     if work.request.site is not None or work.request.report_only:
         say("efficiency: measured without --site and --report-only, on a machine that trains")

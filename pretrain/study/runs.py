@@ -66,7 +66,10 @@ class StudyEvaluation(Section):
 
 
 class StudyEfficiency(Section):
-    """[efficiency]: speed and memory of every method at every training length."""
+    """[efficiency]: speed and memory of every method at every training length.
+
+    Runs with phases of several lengths are left out.
+    """
 
     rounds: int = Field(default=0, ge=0)
     """How often each method and length takes its turn; 0 measures nothing."""
@@ -375,6 +378,9 @@ def check_runs(study: Study, nproc: int | None) -> None:
         said = _values(study, "tokens a step", lambda c: c.parts[-1].config.tokens_per_step)
         more = "Speeds are compared at equally many: set batch.global_batch_size, or rounds = 0"
         problems += [f"{study.file}: efficiency.rounds: {line}. {more}" for line in said]
+    said = _values(study, "data.directory", lambda config: config.data.directory)
+    more = "All runs are evaluated on one text: make a study for each data set"
+    problems += [f"{study.file}: {line}. {more}" for line in said]
     for run in study.runs:
         try:
             if nproc is not None:
@@ -428,9 +434,10 @@ def other_differences(study: Study) -> list[str]:
 
 
 def _phases(config: RunConfig) -> list[tuple[int, dict[str, Any]]]:
-    """Return the last step of each phase, and what it changes that is not compared elsewhere."""
+    """Return the last step of each phase, and what it changes of the training."""
+    free = "evaluation.", "batch.micro_batch_size"
     return [
-        (p.end, {k: v for k, v in p.changes.items() if not k.startswith(("position.", "batch."))})
+        (p.end, {k: v for k, v in p.changes.items() if not k.startswith(free)})
         for p in (config.parts if config.phases else ())
     ]
 

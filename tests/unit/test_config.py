@@ -219,6 +219,12 @@ def test_a_table_of_positions_has_one_size_in_all_phases(path):
     key = "position.max_position_embeddings"
     assert f"{key}: follows data.sequence_length" in message(path, "position.method=learned")
     assert load_config(path, ["position.method=learned", f"{key}=64"]).parts
+    # Sizes of a method that another phase begins stand in that phase alone.
+    cope, size = 'position.method = "cope"', "\nposition.cope_positions = 32"
+    path.write_text(phases("steps = 2", cope + size))
+    assert load_config(path).parts[1].config.position.cope_positions == 32
+    path.write_text(phases("steps = 2\n" + cope, cope + size))
+    assert "2: position.cope_positions = 32: is the same in all phases" in message(path)
 
 
 def test_a_phase_inherits_what_those_before_it_change(path):

@@ -282,6 +282,11 @@ def test_padding_cache_and_batches_of_the_class_in_the_folder(name, exported, tr
         rest = model(ids[:, 90:], attention_mask=mask, past_key_values=first.past_key_values)
         unmasked = model(rows[0][:, :90], use_cache=True)
         last = model(rows[0][:, 90:], past_key_values=unmasked.past_key_values)
+        words = {"max_new_tokens": 4, "do_sample": False}
+        static = model.generate(
+            rows[0], cache_implementation="static", disable_compile=True, **words
+        )
+        assert torch.equal(static, model.generate(rows[0], **words))
     expected = dense(rows[0])[0], dense(rows[1])[0]
     for got, want in (
         (whole[0], expected[0]),

@@ -161,6 +161,13 @@ def test_a_planned_run_of_phases_can_be_loaded(tmp_path):
     plan_run(source, ["train.precision=bf16"], read_target(8, "h100"), out)
     found = load_config(out)
     assert found.layout(8).data == 4 and found.batch.micro_batch_size == 8
+    # A ramp-up reaches into the second phase, and its sizes hold for the micro batches of all.
+    out.unlink()
+    ramp = ["train.precision=bf16", "batch.rampup_batch_size=[8,8,4000]"]
+    said = plan_run(source, ramp, read_target(2, "h100"), out)
+    for phase in load_config(source, ramp).parts:
+        assert f" {phase.tokens:,} tokens\n" in said
+    assert load_config(out).parts
 
 
 @pytest.mark.parametrize("is_modern", [False, True])

@@ -149,6 +149,10 @@ def test_a_change_is_kept_until_training_goes_on_from_before_it(tmp_path):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     assert evaluation_records(path, 2) == [evaluation(2)]
     assert len(evaluations_at(path, 2)) == 1
+    for resumed, kept in ((1, [{**change, "step": 0}]), (0, [])):
+        path.write_text(json.dumps({**change, "step": 0}) + "\n")
+        MetricsFile(path, resumed).close()
+        assert list(read_metrics(path)) == kept
 
 
 @contextmanager

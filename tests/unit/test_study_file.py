@@ -70,6 +70,16 @@ def test_a_config_in_phases_says_its_lengths_itself(tmp_path: Path) -> None:
     overlays(tmp_path, "rotary_128")
     found = study(tmp_path, CONFIGS | {"configs": f'["{staged}", "rotary_*.toml"]'})
     assert any(line.startswith("phases: ") for line in other_differences(found))
+    # What does not change the training is not compared; positions of earlier phases are.
+    path, end = tmp_path / "rotary_64.toml", "[[phases]]\nsteps = 9\n{}\n[[phases]]\n{}\n"
+    other = 'position.method = "alibi"', 'position.method = "rotary"'
+    overlays(tmp_path, "alibi_64", path.stem)
+    texts = {file: file.read_text() for file in tmp_path.glob("*_64.toml")}
+    for changes, count in ((("evaluation.stride = 9", ""), 0), (other, 1)):
+        for file, text in texts.items():
+            file.write_text(text + end.format(*(changes if file == path else ("", ""))))
+        found = study(tmp_path, CONFIGS | {"configs": '["*_64.toml"]'})
+        assert len(other_differences(found)) == count
 
 
 def test_a_micro_batch_divides_the_batch_of_each_length(tmp_path: Path) -> None:
@@ -165,6 +175,9 @@ def test_what_else_the_runs_differ_in_is_said(tmp_path: Path) -> None:
     # Speeds at unequal steps are refused before anything has been trained.
     with pytest.raises(ConfigError, match=r"efficiency\.rounds: tokens a step: 2048 in alibi"):
         check_runs(study(tmp_path, CONFIGS, "[efficiency]\nrounds = 1"), 1)
+    path.write_text(text.replace("demo/data", "other"))
+    with pytest.raises(ConfigError, match=r"data\.directory: .*All runs are evaluated on one text"):
+        check_runs(study(tmp_path, CONFIGS), 1)
 
 
 def test_the_default_lengths_are_1_to_16_times_every_training_length(tmp_path: Path) -> None:
