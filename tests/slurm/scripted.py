@@ -138,14 +138,14 @@ class ScriptedRun(Run):
     def wait_for_training(self, attempt: int) -> dict[int, tuple[int, str]]:
         """Wait until all ranks of an attempt take steps, and return rank -> (process id, node)."""
         log = RunPaths(self.directory).attempt_log(attempt)
-
-        def trains() -> bool:
-            record = self.going_on(attempt)
-            return record is not None and record.progress is not None and record.progress.count > 2
-
-        wait_for(trains)
+        wait_for(lambda: self.trains(attempt))
         assert log.exists()
         return self.ranks()
+
+    def trains(self, attempt: int) -> bool:
+        """Return True once an attempt has taken a few steps, which do not go beyond the last."""
+        record = self.going_on(attempt)
+        return record is not None and record.progress is not None and record.progress.count > 2
 
     def ranks(self) -> dict[int, tuple[int, str]]:
         """Return the ranks' processes: rank -> (process id, node)."""

@@ -30,8 +30,8 @@ from tests.end_to_end.commands import (
     wait_for,
 )
 from tests.slurm.cluster import Cluster
-from tests.slurm.runs import Run, with_scripted_ranks, write_configs, write_site
-from tests.slurm.scripted import prepare
+from tests.slurm.runs import with_scripted_ranks, write_configs, write_site
+from tests.slurm.scripted import ScriptedRun, prepare
 
 
 class Desk:
@@ -81,8 +81,8 @@ class Desk:
 
     def wait_for_step(self, run: str, attempt: int) -> AttemptRecord:
         """The attempt with this number, once it trains and has taken a few steps."""
-        sent = Run(self.cluster, self.folder / run)
-        sent.wait_for_step(attempt, 3)
+        sent = ScriptedRun(self.cluster, self.folder / run)
+        wait_for(lambda: sent.trains(attempt))
         return sent.attempts[-1]
 
     def job_states(self) -> dict[str, str]:
