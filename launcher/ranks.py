@@ -207,8 +207,11 @@ class SrunRanks:
         silent = [] if is_lost else sorted(self._heard.keys() - self._ended)
         first = next(iter(ends), None)
         if not self._is_asked and len(self._heard) < self._num_tasks and first is not None:
-            # If a task ended without an agent, its container failed, and Slurm ended the others.
-            first = None if ends[first] in (-signal.SIGTERM, -signal.SIGKILL) else first
+            # If a task exited before its agent began, its container failed, and Slurm ended the
+            # other ranks. A task that is still starting has not exited.
+            is_ended = ends[first] in (-signal.SIGTERM, -signal.SIGKILL)
+            lines = read_text(self._log, None).splitlines()
+            first = None if is_ended and slurm.has_exited(lines) else first
         if silent and len(silent) < len(self._heard):
             self.nodes = self._nodes_of(silent)
             where = ", ".join(self.nodes) or f"the node of rank {silent[0]}"

@@ -644,6 +644,11 @@ def ended_tasks(line: str) -> EndedTasks | None:
     return EndedTasks(match["node"], match["ranks"], match["how"]) if match else None
 
 
+def has_exited(lines: Iterable[str]) -> bool:
+    """Return True if lines of srun say that a task exited by itself, with an error."""
+    return any(task.how.startswith(_EXITED) for line in lines if (task := ended_tasks(line)))
+
+
 def lost_node(line: str) -> tuple[str, str] | None:
     """Return the node that died or takes no task, and the reason, if a line of srun says so."""
     match = _LOST.fullmatch(line)

@@ -169,7 +169,7 @@ class RunPhase:
 
     @property
     def alone(self) -> RunConfig:
-        """Return it as a run from step 0, to plan its steps; `tokens` knows of a ramp-up before."""
+        """Return it as a run from step 0, to plan it; `tokens` counts an earlier ramp-up."""
         if self.of == 1:
             return self.config
         changes = {"num_steps": self.end - self.first, "profile_steps": None}

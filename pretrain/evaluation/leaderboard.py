@@ -152,7 +152,7 @@ def add(directory: Path, curve: Path, **about: str | None) -> Path:
     if path.exists() or path.stem.startswith("."):
         raise ConfigError(f"--name {about['name']}: {path} cannot be a new file. Choose another")
     records = records_of(curve)
-    # What training has evaluated may stand beside what the call has, and names no code.
+    # Rows that training wrote may stand beside those of the call; they name no code.
     rows = [record for record in records if record.get("code")] or records
     # Losses by position are not shown.
     kept = ({key: r[key] for key in r if key != rec.POSITIONS} for r in rows)

@@ -444,6 +444,9 @@ def _measure(work: Work) -> bool:
         return False
     from pretrain.bench.timing import measure
 
+    for run in study.runs:
+        if run not in timed:
+            say(f"efficiency: {run.name} is left out, because its phases differ in length")
     say(f"measuring speed and memory of {len(runs)} methods and lengths, {rounds} rounds")
     try:
         result = measure([run.trained for run in runs], rounds, work.request.nproc)

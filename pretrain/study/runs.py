@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import operator
+import os
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -378,9 +379,10 @@ def check_runs(study: Study, nproc: int | None) -> None:
         said = _values(study, "tokens a step", lambda c: c.parts[-1].config.tokens_per_step)
         more = "Speeds are compared at equally many: set batch.global_batch_size, or rounds = 0"
         problems += [f"{study.file}: efficiency.rounds: {line}. {more}" for line in said]
-    said = _values(study, "data.directory", lambda config: config.data.directory)
-    more = "All runs are evaluated on one text: make a study for each data set"
-    problems += [f"{study.file}: {line}. {more}" for line in said]
+    more = "Runs of one size are evaluated on one text: make a study for each data set"
+    for part in study.parts:
+        said = _values(part, "data.directory", lambda c: os.path.realpath(c.data.directory))
+        problems += [f"{study.file}: {line}. {more}" for line in said]
     for run in study.runs:
         try:
             if nproc is not None:
@@ -434,12 +436,13 @@ def other_differences(study: Study) -> list[str]:
 
 
 def _phases(config: RunConfig) -> list[tuple[int, dict[str, Any]]]:
-    """Return the last step of each phase, and what it changes of the training."""
-    free = "evaluation.", "batch.micro_batch_size"
-    return [
-        (p.end, {k: v for k, v in p.changes.items() if not k.startswith(free)})
-        for p in (config.parts if config.phases else ())
-    ]
+    """Return the last step of each phase, and what its training has unlike that of the last one."""
+    found = []
+    for phase in config.parts if config.phases else ():
+        other = differences(config.parts[-1].config, phase.config)
+        unlike = {each.key: each.after for each in other if each.effect is not Effect.FREE}
+        found.append((phase.end, {k: v for k, v in unlike.items() if k != "train.num_steps"}))
+    return found
 
 
 def _values(study: Study, what: str, value: Callable[[RunConfig], Any]) -> list[str]:

@@ -176,7 +176,7 @@ def test_what_else_the_runs_differ_in_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"efficiency\.rounds: tokens a step: 2048 in alibi"):
         check_runs(study(tmp_path, CONFIGS, "[efficiency]\nrounds = 1"), 1)
     path.write_text(text.replace("demo/data", "other"))
-    with pytest.raises(ConfigError, match=r"data\.directory: .*All runs are evaluated on one text"):
+    with pytest.raises(ConfigError, match=r"data\.directory: .*one text"):
         check_runs(study(tmp_path, CONFIGS), 1)
 
 
