@@ -437,9 +437,9 @@ def _check(
             f"data.corpora = {', '.join(corpora)}: the data set in {stream.directory} was built "
             f"from {', '.join(samples)}. Name these, or choose another data.directory"
         )
-    weighted = [name for name, corpus in corpora.items() if corpus.weight is not None]
-    short = [name for name in weighted or samples if not samples[name]]
-    if len(short) == len(samples) or (weighted and short):
+    asked = [name for name, corpus in corpora.items() if corpus.weight or corpus.epochs]
+    short = [name for name in asked or samples if not samples[name]]
+    if len(short) == len(samples) or (asked and short):
         raise ConfigError(
             f"data.sequence_length = {sequence_length}: a sample needs {sequence_length + 1} "
             f"tokens, and of {stream.directory} the corpus {', '.join(short)} has fewer. Lower "

@@ -221,6 +221,8 @@ def test_a_blend_that_cannot_be_read_is_refused(tmp_path):
     weights = {"a": CorpusSection(weight=1), "b": CorpusSection(weight=1)}
     with pytest.raises(ConfigError, match=r"length = 8: .* 9 tokens, .* the corpus b has fewer"):
         blend_of(stream, 8, weights, seed=0)
+    with pytest.raises(ConfigError, match="the corpus b has fewer"):
+        blend_of(stream, 8, {"a": CorpusSection(), "b": CorpusSection(epochs=50)}, seed=0)
     # By size it has no share, so there is nothing to read.
     assert blend_of(stream, 8, {}, seed=0).segment.shares == {"a": 1, "b": 0}
     with pytest.raises(ConfigError, match=r"sequence_length = 4000: .* the corpus a, b has fewer"):
