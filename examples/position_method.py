@@ -16,16 +16,20 @@ functions that a method may define.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from pretrain.__main__ import main
-from pretrain.config import RunConfig
 from pretrain.positions.alibi import published_slopes
 from pretrain.positions.base import PositionMethod
+
+if TYPE_CHECKING:
+    # Only for types, because the launcher imports pretrain/positions without torch.
+    import torch
+    from torch import Tensor
+
+    from pretrain.config import RunConfig
 
 
 class HalfAlibi(PositionMethod):
@@ -42,6 +46,8 @@ class HalfAlibi(PositionMethod):
         self, config: RunConfig, heads: slice, own: Mapping[str, Tensor], device: torch.device
     ) -> dict[str, Any]:
         """Return the slopes of this tensor-parallel rank's heads, which kernels add in fp32."""
+        import torch
+
         count = config.model.num_attention_heads
         with_slope = round(self.share * count)
         slopes = torch.tensor([*published_slopes(max(1, with_slope))[:with_slope]])

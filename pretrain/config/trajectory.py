@@ -28,8 +28,8 @@ BY_NAME = {
 """The effects of the keys that may change if --allow-changed names them, in words."""
 MOVED_END = dict.fromkeys(
     ("train.num_steps", "schedule.lr_end_step"),
-    "may change, and moves the end of the schedule: this counts as another experiment than a run "
-    "that had this value from the start",
+    "may change, and moves the end of the schedule: not the experiment of a run that had this "
+    "value from the start",
 )
 """Reasons of `Difference.line` where steps that are done had rates for another end."""
 

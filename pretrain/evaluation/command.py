@@ -611,6 +611,10 @@ def _text_line(job: Opened, text: ScoredText) -> str:
 def _result_line(record: Mapping[str, Any]) -> str:
     """Return the line of one result."""
     low, high = (bounded_exp(record[key]) for key in ("loss_low", "loss_high"))
+    keys = ""
+    if "key_tokens" in record:
+        value = f"{record[LONGPPL]:.3f}" if LONGPPL in record else "-"
+        keys = f"  LongPPL {value} of {record['key_tokens']:,} key tokens"
     # Bits per byte may be unknown, and a text of a single block has no interval.
     bits = record["bits_per_byte"]
     in_bits = "bits per byte unknown" if bits is None else f"{bits:.4f} bits per byte"
@@ -619,8 +623,7 @@ def _result_line(record: Mapping[str, Any]) -> str:
         f"{record['method']:<12} {record['protocol']:<15} {record['length']:>7} tokens  "
         f"perplexity {record['perplexity']:9.3f}  ({interval})  "
         + ("of masked tokens" if record["protocol"] == MASKED else in_bits)
-        + (f"  LongPPL {record[LONGPPL]:.3f}" if LONGPPL in record else "")
-        + (f" of {record['key_tokens']:,} key tokens" if "key_tokens" in record else "")
+        + keys
     )
 
 

@@ -324,8 +324,8 @@ PROTOCOLS = {
 }
 """Protocol -> its name in the title of a panel. For sliding windows the stride is added."""
 BARS = (
-    "A bar is the 95 % interval of the difference to the first curve of its panel, which has none; "
-    "of a curve that stands alone, of its value."
+    "A bar is the 95 % interval of the difference from the first curve of its panel, which has "
+    "none; a curve that stands alone has the interval of its value."
 )
 """Explanation of the intervals of `lines_by_length` in captions."""
 TOKENS_OF_A_VALUE = 256

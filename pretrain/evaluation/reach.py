@@ -154,7 +154,9 @@ class Reach:
         ]
         caches = [f"keep: {name}" for name in bounds]
         halos = [f"send: {name}" for name in bounds]
-        title = f"Keys and values: MB to keep, and bytes between {RANKS} context ranks, of a ring's"
+        title = (
+            f"Keys and values: MB to keep; bytes between {RANKS} context ranks, as % of a ring's"
+        )
         return Table(title, ["length", "keep: all", *caches, *halos], rows, names=1)
 
     def _on_text(self) -> str:

@@ -295,8 +295,8 @@ def _add_by_length(page: Page, records: Sequence[Record], stem: str) -> None:
 
 # ---- Say what stands out ----
 EXPLAINED = (
-    "Two values of one text are compared block by block: the range behind a ratio is that in which "
-    "noise puts it. With several seeds, theirs is added to the text's, as a sum of squares: "
+    "Two values of one text are compared block by block: the range behind a ratio is its 95 % "
+    "interval. With several seeds, their noise is added to the text's, as a sum of squares: "
     "Student's t, in pairs for seeds that both have, if two or more. Where losses by block are not "
     "known, the two 95 % intervals take the text's place. A range that holds 1 shows no "
     "difference. Between a mean of seeds and one run, the noise of seeds counts. Between two "

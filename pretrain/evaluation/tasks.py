@@ -187,7 +187,7 @@ def _plan(opened: Opened, tasks: Sequence[Task], request: EvaluationRequest, sam
                 cells.append((task, length))
                 continue
             why = (
-                f"{task.name} at {length} tokens: a context has {shortest} tokens at least, "
+                f"{task.name} at {length} tokens: a context needs {shortest} tokens or more, "
                 f"and fewer than the validation text's {available:,}"
             )
             if request.lengths is not None:

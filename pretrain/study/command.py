@@ -321,8 +321,6 @@ def _build_data(work: Work, left: list[StudyRun]) -> None:
         say(f"{run.config.data.directory}: not built yet; building it")
         words = ["data", "build", str(work.study.config_file(run))]
         command = [sys.executable, "-m", "pretrain", *words]
-        if work.request.site is not None:
-            command = [*_launcher(*words), "--site", str(work.request.site)]
         work.run(f"{run.config.data.directory}: the build", command)
 
 

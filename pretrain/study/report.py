@@ -286,7 +286,7 @@ def _add_perplexity(page: Page, results: Results) -> None:
     if lines:
         caption = (
             "Perplexity as a ratio to that at the training length, by length in training lengths, "
-            "with the range in which noise puts it; beside it the same of the published numbers, "
+            "with its 95 % interval; beside it the same of the published numbers, "
             "of each method at its training length nearest to L. Lines are cut off at "
             f"{RATIO_TOP:g}: the tables have the values."
         )

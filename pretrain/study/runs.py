@@ -60,7 +60,8 @@ class StudyEvaluation(Section):
     """Protocols of the evaluation."""
 
     stride: int | None = Field(default=None, gt=0)
-    """sliding: tokens from one window to the next. Default: the shortest of the lengths."""
+    """sliding: tokens from one window to the next. Default: the shortest of the lengths. At L,
+    windows overlap only with a stride below L, which claims about sliding windows need."""
 
     max_tokens: int | None = Field(default=None, gt=0)
     """The most tokens of the validation text that are scored. Default: all of them."""

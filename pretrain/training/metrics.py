@@ -508,8 +508,8 @@ class Console(Destination):
             say(f"step {step}/{self._num_steps}  {_numbers(record)}  (the first is the slowest)")
         if step == 1 and self._scale > 1 and record["loss_nats"] > self._even:
             say(
-                f"the loss begins above the {self._even:.1f} of a guess, ln(vocabulary): tied "
-                f"embeddings times {self._scale:.1f} at first predict the token that was read"
+                f"the loss begins above ln(vocabulary) = {self._even:.1f}: tied embeddings, times "
+                f"{self._scale:.1f}, at first predict the token that was read"
             )
 
     def evaluation(self, records: list[Record]) -> None:

@@ -175,7 +175,7 @@ def test_what_does_not_change_training_is_free_and_shown(workspace, config, run)
     # The steps so far began with other weights, and had the rates of another plan.
     plan = ["train.num_steps=12", "schedule.lr_decay_style=linear", "model.init_method_std=1.0"]
     done = succeeds(*train[:-2], *sets(*plan), "--allow-changed", "schedule.lr_decay_style")
-    said = "train.num_steps = 11 -> 12  (may change, and moves the end of the schedule: this counts"
+    said = "train.num_steps = 11 -> 12  (may change, and moves the end of the schedule: not the"
     assert said in done.err
     changes = open_checkpoint(there / "checkpoints/step-00000012").origin.changes
     new = {"init_method_std": 1.0, "lr_decay_style": "linear", "lr_end_step": 12}

@@ -136,7 +136,7 @@ def test_what_a_run_says_in_a_log(whole):
     lines = said.splitlines()
     assert lines[0] == f"{directory}: from scratch, to step 120; tensor 1 x pipeline 1 x data 2"
     assert sum(line.startswith("step ") for line in lines) == 5
-    assert lines[3].startswith("the loss begins above the ")
+    assert lines[3].startswith("the loss begins above ln(")
     assert len(lines) == 2 + 5 + 1 + 2 + 2
     assert all(map(str.isprintable, lines))
 

@@ -99,10 +99,10 @@ def test_lengths_that_cannot_be_measured(run, tmp_path):
     """Those of the config are left out with a sentence, those of the command line refused."""
     done = succeeds("evaluate-tasks", run, "--samples", 2, "--tasks", "induction")
     [said] = done.err.splitlines()
-    assert said.startswith(f"{run}: left out: induction at 32 tokens: a context has 63 tokens at ")
+    assert said.startswith(f"{run}: left out: induction at 32 tokens: a context needs 63 tokens ")
     (tmp_path / "curve.json").write_text('{"records": [{"protocol": "sliding"}]}')
     for words, said in (
-        (["--lengths", "32"], "--lengths: needle at 32 tokens: a context has 63"),
+        (["--lengths", "32"], "--lengths: needle at 32 tokens: a context needs 63"),
         (["--lengths", "64,10000000"], "fewer than the validation text's 211,360"),
         (["--tasks", "needles"], "--tasks needles: unknown task"),
         (["--out", tmp_path / "curve.json"], "curve.json would be overwritten"),
