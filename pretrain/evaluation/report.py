@@ -462,7 +462,7 @@ def _write(directory: Path, evaluated: Evaluated) -> None:
     """Write the files of the report."""
     records = evaluated.records
     changes = filter(is_change, read_metrics(RunPaths(directory.parent).metrics))
-    borders = sorted({float(record["step"]) for record in changes})
+    borders = sorted({float(record["step"]) for record in changes} - {0.0})
     page = Page("# Perplexity by training step")
     for part in parts_of(make_curves(records)):
         page.add(f"## {part.subject.capitalize()}" if part.subject else "")

@@ -97,7 +97,7 @@ def test_it_is_the_chain_by_hand_killed_at_a_border_and_resumed_in_another_layou
     changes = [(3, key) for key in CHANGED[1]] + [(7, key) for key in CHANGED[2]]
     assert {(c.step, c.key) for c in origin.changes} == set(changes)
     marks = {r["step"]: (r["phase"], set(r["changed"])) for r in metrics(here) if "changed" in r}
-    assert marks == {3: (2, CHANGED[1]), 7: (3, CHANGED[2])}
+    assert marks == {0: (1, set()), 3: (2, CHANGED[1]), 7: (3, CHANGED[2])}
     # Each phase is evaluated as it asks, at its last step too.
     evaluated = {(r["step"], r["length"]) for r in metrics(here) if "length" in r}
     assert evaluated == {(s, n) for s in (3, 4, 7) for n in (32, 64)} | {(8, 64), (10, 64)}
