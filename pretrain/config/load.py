@@ -387,14 +387,16 @@ def _check_phases(config: RunConfig) -> None:
         own = ("position.",) if method != before else ()
         asked = [key for key in changes if not key.startswith(own)]
         if fixed := [key for key in asked if not _may_change(key, config)]:
-            is_begun = method != config.position.method
-            begins = f", or in the phase that begins {method}" * is_begun
+            places = {key: f"[{key.rpartition('.')[0]}]" for key in fixed}
+            if method != config.position.method:
+                begun = [key for key in fixed if key.startswith("position.")]
+                places |= dict.fromkeys(begun, f"the phase that begins {method}")
             with in_phase(number):
                 raise ConfigError(
                     "\n".join(
-                        f"{key} = {changes[key]!r}: is the same in all phases of a run. Set "
-                        f"it in [{key.rpartition('.')[0]}]{begins}"
-                        for key in fixed
+                        f"{key} = {changes[key]!r}: is the same in all phases of a run. Set it in "
+                        f"{place}"
+                        for key, place in places.items()
                     )
                 )
     parts = config.parts if config.phases else ()

@@ -579,10 +579,10 @@ class DataSection(Section):
     on the training documents."""
 
     tokenizer_training_bytes: Content[int] = Field(default=100_000_000, gt=0)
-    """Bytes of text that the tokenizer is trained on, sampled evenly over the documents. A task
-    gives pieces of 4,000 characters or more, up to its share: if the shares of thousands of tasks
-    are so small, the sample is smaller, and has less of what has long lines. Has no effect on
-    "words", which are counted in all documents."""
+    """Bytes of text that the tokenizer is trained on, sampled evenly over the documents. Each
+    task gives whole pieces of at least 4,000 characters, up to its share. With thousands of tasks,
+    the shares are so small that the sample is smaller than asked, and has less text with long
+    lines. Has no effect on "words", which are counted in all documents."""
 
     bytes_per_task: Content[int] = Field(default=256_000_000, gt=0)
     """Approximate bytes of the corpus in a task, the unit of work of a build. An interrupted build

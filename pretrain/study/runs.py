@@ -437,7 +437,7 @@ def other_differences(study: Study) -> list[str]:
 
 
 def _phases(config: RunConfig) -> list[tuple[int, dict[str, Any]]]:
-    """Return the last step of each phase, and what its training has unlike that of the last one."""
+    """Return the last step of each phase, and how its training differs from the last phase's."""
     found = []
     for phase in config.parts if config.phases else ():
         other = differences(config.parts[-1].config, phase.config)

@@ -225,6 +225,7 @@ def test_a_table_of_positions_has_one_size_in_all_phases(path):
     assert load_config(path).parts[1].config.position.cope_positions == 32
     path.write_text(phases("steps = 2\n" + cope, cope + size))
     assert "2: position.cope_positions = 32: is the same in all phases" in message(path)
+    assert "Set it in the phase that begins cope" in message(path)
 
 
 def test_a_phase_inherits_what_those_before_it_change(path):

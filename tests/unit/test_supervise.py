@@ -19,7 +19,7 @@ import pytest
 from pretrain.config import load_config
 from pretrain.launcher import supervise
 from pretrain.launcher.ranks import run_locally
-from pretrain.launcher.slurm import first_failure
+from pretrain.launcher.slurm import first_failure, has_exited
 from pretrain.launcher.supervise import Signals, Supervisor, Watchdog, without_progress
 from pretrain.rundir.attempts import Attempt, AttemptRecord, Ended, Owner, read_attempts
 from pretrain.rundir.checkpoints import newest_checkpoint_step
@@ -442,6 +442,12 @@ def test_the_first_to_fail_is_read_from_what_srun_wrote(said, code, expected):
     whole = f"srun ended with exit code {code} ({words})", nodes
     assert first_failure(["0: training", *said], code) == whole
     assert first_failure(["0: training"], code) == (f"srun ended with exit code {code}", ())
+
+
+def test_a_task_that_was_killed_while_it_starts_has_not_exited():
+    task = "srun: error: n[2-9]: tasks 16-127: "
+    assert has_exited(["0: training", task + "Exited with exit code 2"])
+    assert not has_exited([task + "Terminated", task + "Killed", "srun: error: Exited"])
 
 
 def test_a_step_that_cannot_be_started_gives_the_run_back(tmp_path):
