@@ -42,12 +42,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses import FakeTensor
 from torch.nn.functional import pad
 
 from pretrain.kernels.call import ScoreFunction, of_heads
 from pretrain.kernels.dispatch import attention
-from pretrain.kernels.reach import FLOOR_TILE, row_norms, tiles_left_out
+from pretrain.kernels.reach import FLOOR_TILE, has_values, row_norms, tiles_left_out
 
 TILE = 64
 """Number of keys in a tile, for each of which the largest norms are exchanged; if it does not
@@ -218,7 +217,7 @@ def context_attention(
     size, rank, length = dist.get_world_size(group), dist.get_rank(group), len(q_SBHD)
     groups, shared = k_SBGD.shape[2], q_SBHD.shape[2] // k_SBGD.shape[2]
     kept = options.get("skip") is not False and not options.get("dropout_p") and causal
-    if kept and slopes is not None and _has_values(q_SBHD, slopes):
+    if kept and slopes is not None and has_values(q_SBHD, slopes):
         qkv = q_SBHD, k_SBGD, v_SBGD
         firsts, far = _first_keys(*qkv, slopes, options.get("scale"), document_starts, group)
         plan = plan_by_reach(firsts, length)
@@ -264,12 +263,6 @@ def context_attention(
 def _joined(parts: list[Tensor], dim: int) -> Tensor:
     """Concatenate; a single part is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def _has_values(q_SBHD: Tensor, slopes: Tensor) -> bool:
-    """Return True if tensors have values to decide from: see `pretrain.kernels.sdpa`."""
-    trained = slopes.requires_grad and torch.is_grad_enabled()
-    return not trained and not isinstance(q_SBHD, FakeTensor)
 
 
 @torch.no_grad()

@@ -41,7 +41,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 from torch._guards import active_fake_mode
-from torch._subclasses import FakeTensorMode
 
 from pretrain.kernels.call import NO_DOCUMENTS, Call, ScoreBias
 from pretrain.kernels.sdpa import ALIGNMENT, aligned, only_fused, sdpa_without_bias
@@ -122,7 +121,7 @@ def attention_folded(
     for start in range(0, num_queries, QUERY_CHUNK):
         queries = min(QUERY_CHUNK, num_queries - start)
         keys = num_keys - num_queries + start + queries
-        columns_SE = _cached_key_columns(
+        columns_SE = _kept_key_columns(
             keys, keys - queries // 2, q.dtype, q.device, active_fake_mode()
         )
         k = _widened(k_SBGD[:keys], columns_SE[:, None, None])
@@ -144,25 +143,19 @@ def _cached_query_columns(slopes: Tensor, scale: float, dtype: torch.dtype) -> T
         # Not cached, because inference tensors have no version counter to detect changes.
         return query_columns(slopes, scale, dtype)
     version = slopes._version, active_fake_mode()
-    return _query_columns_of_version(slopes, scale, dtype, version)
+    return _kept_query_columns(slopes, scale, dtype, version)
 
 
-@lru_cache(maxsize=16)
-@torch.inference_mode(False)
-def _query_columns_of_version(
-    slopes: Tensor, scale: float, dtype: torch.dtype, version: object
+def query_columns(
+    slopes: Tensor, scale: float, dtype: torch.dtype, version: object = None
 ) -> Tensor:
-    # A tensor is a key by its identity, and so is a mode (see `_cached_key_columns`).
-    return query_columns(slopes, scale, dtype)
-
-
-def query_columns(slopes: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """Return the extra columns of q, which hold slope / scale of each head.
 
     Args:
         slopes: [H], fp32.
         scale: Factor that the kernel applies to q k^T.
         dtype: Dtype of q: fp16 or bf16.
+        version: Not used; a key of the cache.
 
     Returns:
         [H, E] in `dtype`: each part of the slope twice, for `high` and for `low`.
@@ -175,22 +168,9 @@ def query_columns(slopes: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     return torch.stack(parts, dim=1)
 
 
-@lru_cache(maxsize=64)
-@torch.inference_mode(False)
-def _cached_key_columns(
-    num_keys: int,
-    center: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    mode: FakeTensorMode | None,
+def key_columns(
+    num_keys: int, center: int, dtype: torch.dtype, device: torch.device, mode: object = None
 ) -> Tensor:
-    """Return `key_columns`, computed once for all layers and, in training, for all steps."""
-    # The mode is a key of the cache, because columns of a fake mode (in which `pretrain.plan`
-    # counts) have no values: neither real calls nor other modes must get them.
-    return key_columns(num_keys, center, dtype, device)
-
-
-def key_columns(num_keys: int, center: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the extra columns of k, which hold the position of each key relative to `center`.
 
     Args:
@@ -198,6 +178,7 @@ def key_columns(num_keys: int, center: int, dtype: torch.dtype, device: torch.de
         center: The position that is represented by 0.
         dtype: Dtype of k: fp16 or bf16.
         device: Device of the result.
+        mode: Not used; a key of the cache.
 
     Returns:
         [S, E] in `dtype`: `high` and `low` for each part of the slope, divided by the factor that
@@ -211,6 +192,13 @@ def key_columns(num_keys: int, center: int, dtype: torch.dtype, device: torch.de
     # multiples of 2^-24.
     parts = [both_SE.double() / factor**part for part in range(SLOPE_PARTS)]
     return torch.cat(parts, dim=1).to(dtype)
+
+
+# Computed once for all layers and, in training, for all steps. A tensor is a key of a cache by its
+# identity, and so is a mode. The mode is a key, because columns of a fake mode (in which
+# `pretrain.plan` counts) have no values: neither real calls nor other modes must get them.
+_kept_query_columns = lru_cache(maxsize=16)(torch.inference_mode(False)(query_columns))
+_kept_key_columns = lru_cache(maxsize=64)(torch.inference_mode(False)(key_columns))
 
 
 def _takes_narrow_values(q_SBHD: Tensor) -> bool:

@@ -39,6 +39,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.nn.functional import pad
 
 NEEDED_BITS = 24.0
@@ -310,6 +311,15 @@ def _floors(
         floors.append(scores.sub_(most).exp_().sum(-1).log_().add_(most[..., 0]))
     whole = torch.cat(floors).permute(1, 2, 0, 3).reshape(batch, heads, -1)
     return whole[..., :num_queries]
+
+
+def has_values(q_SBHD: Tensor, slopes: Tensor) -> bool:
+    """Return True if it can be decided from the values which keys matter.
+
+    The gradient of slopes needs every distance, and fake tensors have no values.
+    """
+    trained = slopes.requires_grad and torch.is_grad_enabled()
+    return not trained and not isinstance(q_SBHD, FakeTensor)
 
 
 def row_norms(x_SBHD: Tensor) -> Tensor:

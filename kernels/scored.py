@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from pretrain.kernels.call import Call, ScoreBias
+from pretrain.kernels.sdpa import within_documents
 
 QUERY_BLOCK = 256
 """Queries of a block, which gets no keys after its last query or beyond a window."""
@@ -97,7 +98,6 @@ def _block(
         scores = scores.masked_fill(distance < 0, -torch.inf)
     if bias.scores.window is not None:
         scores = scores.masked_fill(distance.abs() >= bias.scores.window, -torch.inf)
-    if document_starts is not None:
-        scores = scores.masked_fill(key < document_starts[:, None, :, None], -torch.inf)
+    scores = within_documents(scores, document_starts, first_key)
     weights = torch.nn.functional.dropout(scores.softmax(dim=-1), dropout_p)
     return (weights @ v).permute(2, 0, 1, 3).to(q_QBHD.dtype)

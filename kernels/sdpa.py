@@ -20,7 +20,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from pretrain.kernels.call import Call, ScoreBias
-from pretrain.kernels.reach import key_windows
+from pretrain.kernels.reach import has_values, key_windows
 
 QUERY_BLOCK = 256
 """Queries in one call of torch's kernel. A block gets no keys after its last query, which halves
@@ -117,7 +117,7 @@ def attention_sdpa(
         version = slopes._version if is_kept and slopes is not None else 0
         mode = q.fake_mode if isinstance(q, FakeTensor) else None
         mask = (_kept_mask if is_kept else _small_mask)(bias, size, version, mode)
-        mask = _within_documents(mask, document_starts)
+        mask = within_documents(mask, document_starts)
         return attend(q, k, v, attn_mask=mask).permute(2, 0, 1, 3).to(dtype)
     added = _added(bias, size)
     windows = _windows(equal, bias, scale, dropout_p, document_starts, skip)
@@ -211,7 +211,7 @@ class _Blocks(torch.autograd.Function):
                     q, k, v, row = parts
                     mask = row.unfold(-1, end - first, 1)[None]
                     if document_starts is not None:
-                        mask = _within_documents(mask, document_starts[:, rows], first)
+                        mask = within_documents(mask, document_starts[:, rows], first)
                     if q.is_cuda:
                         # Copy it, because the CUDA kernel needs aligned rows, which an overlapping
                         # view does not have.
@@ -278,11 +278,8 @@ def _windows(
     if skip is None:
         skip = num_keys >= SKIPPED_FROM and not dropout_p
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in qkv)
-    # The gradient of slopes needs every distance, and fake tensors have no values to decide from.
-    trained = slopes is not None and slopes.requires_grad and torch.is_grad_enabled()
-    both_sides = not bias.causal and num_queries == num_keys
-    able = (bias.causal or both_sides) and not trained and not isinstance(q, FakeTensor)
-    if not skip or slopes is None or not able:
+    able = bias.causal or num_queries == num_keys
+    if not (skip and able) or slopes is None or not has_values(q, slopes):
         return [[(slice(0, groups), 0, end)] for end in ends]
     both = key_windows(
         q, k, v, slopes, q.shape[3] ** -0.5 if scale is None else scale, bias.causal,
@@ -308,16 +305,16 @@ def _parts(firsts: list[int], lasts: list[int]) -> list[Window]:
     return parts
 
 
-def _within_documents(mask_BHSS: Tensor, document_starts: Tensor | None, first: int = 0) -> Tensor:
-    """Return a mask that also hides the keys before each query's document.
+def within_documents(mask_BHSS: Tensor, document_starts: Tensor | None, first: int = 0) -> Tensor:
+    """Return scores, or a mask of them, that also hide the keys before each query's document.
 
     Args:
-        mask_BHSS: What is added to scores, [1, H or 1, queries, keys].
+        mask_BHSS: The scores, or what is added to them, [1 or B, 1 or H, queries, keys].
         document_starts: Document starts of these queries, [B, queries]; None changes nothing.
         first: Position of the key in column 0.
 
     Returns:
-        [B, H or 1, queries, keys].
+        [B, 1 or H, queries, keys].
     """
     if document_starts is None:
         return mask_BHSS

@@ -492,7 +492,7 @@ def attention_triton(
         schedule=schedule or choose_schedule(q_SBHD),
     )
     inputs = Inputs(q, k, v, bias.slopes, bias_row, seed, document_starts)
-    out: Tensor = _FlashAttention.apply(*inputs, options)  # type: ignore[no-untyped-call]  # torch leaves Function.apply untyped
+    out: Tensor = _FlashAttention.apply(options, *inputs)  # type: ignore[no-untyped-call]  # torch leaves Function.apply untyped
     return out
 
 
@@ -500,19 +500,9 @@ class _FlashAttention(torch.autograd.Function):
     """Attention with the backward pass of FlashAttention-2: weights are recomputed from lse."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        slopes: Tensor | None,
-        bias_row: Tensor | None,
-        seed: Tensor | None,
-        document_starts: Tensor | None,
-        options: Options,
-    ) -> Tensor:
-        inputs = Inputs(q, k, v, slopes, bias_row, seed, document_starts)
-        trained_slopes = slopes is not None and ctx.needs_input_grad[3]
+    def forward(ctx: Any, options: Options, *tensors: Any) -> Tensor:
+        inputs = Inputs(*tensors)
+        trained_slopes = inputs.slopes is not None and ctx.needs_input_grad[4]
         options = options._replace(trained_slopes=trained_slopes)
         out, lse, plan = run_forward(inputs, options)
         ctx.save_for_backward(*inputs, out, lse, *plan)
@@ -524,8 +514,8 @@ class _FlashAttention(torch.autograd.Function):
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         count = len(Inputs._fields)
         inputs, (out, lse, *plan) = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
-        row_wants_grad = ctx.needs_input_grad[4]
+        row_wants_grad = ctx.needs_input_grad[5]
         gradients = run_backward(
             Inputs(*inputs), ctx.options, out, lse, TilePlan(*plan), d_out, row_wants_grad
         )
-        return *gradients, None, None, None
+        return None, *gradients, None, None
