@@ -424,6 +424,25 @@ def planned_world_size(config: RunConfig) -> int:
     return config.parallel.world_size or config.parallel.ranks_per_copy
 
 
+def run_without_data(config: RunConfig, topology: Topology) -> Run:
+    """Return a run with initial weights and no data, for steps on batches that are passed to it."""
+    chunks = build_model(config)
+    return Run(
+        config=config,
+        whole=config,
+        topology=topology,
+        chunks=chunks,
+        optimizer=ZeroOptimizer(config, topology, chunks),
+        # No streams: the step reads its micro batches from the iterator that is passed to it.
+        training_stream=None,  # type: ignore[arg-type]  # not read
+        validation_stream=None,  # type: ignore[arg-type]  # not read
+        state=TrainerState(step=0, consumed_samples=0),
+        start_point=StartPoint(),
+        requests=Requests(),
+        reporter=AttemptReporter(),
+    )
+
+
 def count_step(config: RunConfig, topology: Topology, counter: Counter) -> StepCounts:
     """Build the model of this rank, take steps, and count the last one. All ranks together.
 
@@ -432,30 +451,15 @@ def count_step(config: RunConfig, topology: Topology, counter: Counter) -> StepC
         topology: This rank's topology.
         counter: The active counter.
     """
-    chunks = build_model(config)
-    optimizer = ZeroOptimizer(config, topology, chunks)
-    run = Run(
-        config=config,
-        whole=config,
-        topology=topology,
-        chunks=chunks,
-        optimizer=optimizer,
-        # No streams: the step reads its micro batches from the iterator that is passed to it.
-        training_stream=None,  # type: ignore[arg-type]  # not read
-        validation_stream=None,  # type: ignore[arg-type]  # not read
-        state=TrainerState(step=0, consumed_samples=0),
-        start_point=StartPoint(),
-        requests=Requests(),
-        reporter=AttemptReporter(),
-        # Any token will do, because the counts do not depend on which token ends a document.
-        eos_id=0 if config.data.per_document_attention else None,
-    )
+    run = run_without_data(config, topology)
+    # Any token will do, because the counts do not depend on which token ends a document.
+    run.eos_id = 0 if config.data.per_document_attention else None
     run.ledger = loop.begin_ledger(run)
     shape = (config.batch.micro_batch_size, config.data.sequence_length + 1)
     with counter.paused():
         tokens = torch.ones(shape, dtype=torch.int64, device="cpu")
     batches = itertools.repeat([tokens] * topology.layout.num_microbatches)
-    with _markers(counter, optimizer):
+    with _markers(counter, run.optimizer):
         first = loop.queue_step(run, batches, platform.Moment())
         counter.counts = counts = StepCounts()
         second = loop.queue_step(run, batches, first.end)

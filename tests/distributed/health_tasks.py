@@ -351,33 +351,16 @@ def check_every_step(config: RunConfig, steps: list[Tensor]) -> int:
 
 def build_run(config: RunConfig) -> Any:
     """Return a run with initial weights and without data."""
-    from pretrain.checkpoint.manifest import TrainerState
-    from pretrain.model.gpt import build_model
-    from pretrain.optim.zero import ZeroOptimizer
-    from pretrain.training.reporter import AttemptReporter, Requests
-    from pretrain.training.start import Run, StartPoint, _spike_detector
+    from pretrain.plan.simulation import run_without_data
+    from pretrain.training.start import _spike_detector
 
     topology = initialize(config)
-    chunks = build_model(config)
-    state = TrainerState(step=0, consumed_samples=0)
     # New memory holds NaN instead of what happens to lie there, such as ZeRO 3's padding.
     torch.use_deterministic_algorithms(True, warn_only=True)
-    optimizer = ZeroOptimizer(config, topology, chunks)
+    run = run_without_data(config, topology)
     torch.use_deterministic_algorithms(False)
-    return Run(
-        config=config,
-        whole=config,
-        topology=topology,
-        chunks=chunks,
-        optimizer=optimizer,
-        training_stream=None,  # type: ignore[arg-type]  # not read
-        validation_stream=None,  # type: ignore[arg-type]  # not read
-        state=state,
-        start_point=StartPoint(),
-        requests=Requests(),
-        reporter=AttemptReporter(),
-        spikes=_spike_detector(config, state, StartPoint()),
-    )
+    run.spikes = _spike_detector(config, run.state, run.start_point)
+    return run
 
 
 @contextlib.contextmanager

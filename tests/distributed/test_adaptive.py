@@ -25,6 +25,7 @@ from tests.distributed.test_optimizer import UNIT, WEIGHT, assert_losses_and_nor
 from tests.distributed.test_parallel_equals_dense import (
     TOLERANCE,
     assert_close_by_name,
+    assert_equals_dense,
     expected_of,
 )
 from tests.reference.dense_gpt import DenseGPT, random_state, train_dense
@@ -100,13 +101,9 @@ PAIRS = [("one", True, "on"), ("one", False, "off"), ("dp2", True, "off"), ("dp2
 @pytest.mark.parametrize(("layout", "tied", "fusion"), PAIRS)
 def test_a_model_equals_the_dense_reference(pools, layout, tied, fusion):
     processes, parallel = LAYOUTS[layout]
-    state, tokens, logits, loss, gradients = _expected(tied)
+    run = functools.partial(pools(processes).run, tasks.uncompiled)
     config = adaptive_config(parallel, tied=tied, train={"fusion": fusion})
-    task = tasks.uncompiled, tasks.gradients
-    actual = pools(processes).run(*task, config, state, tokens)[0]
-    torch.testing.assert_close(actual["logits"], logits, **TOLERANCE)
-    assert actual["loss"] == pytest.approx(loss, rel=1e-6)
-    assert_close_by_name(actual["gradients"], gradients, **TOLERANCE)
+    assert_equals_dense(run, config, _expected(tied))
 
 
 @pytest.mark.parametrize("method", ["sinusoidal", "learned"])

@@ -7,6 +7,7 @@ each region and data type.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import TestCase
 from unittest.mock import patch
@@ -25,6 +26,7 @@ from tests.distributed.test_optimizer import assert_losses_and_norms
 from tests.distributed.test_parallel_equals_dense import (
     TOLERANCE,
     assert_close_by_name,
+    assert_equals_dense,
     variant_config,
 )
 from tests.distributed.test_parallel_equals_dense import _expected as expected_gradients
@@ -47,12 +49,9 @@ def fused(config, **train):
 @pytest.mark.parametrize(("variant", "layout"), CASES)
 def test_fused_losses_and_gradients_equal_the_dense_reference(pools, variant, layout):
     processes, parallel = ALL_LAYOUTS[layout]
-    state, tokens, logits, loss, gradients = expected_gradients(variant, 8)
+    run = partial(pools(processes).run, tasks.uncompiled)
     config = fused(variant_config(variant, 8, parallel))
-    actual = pools(processes).run(tasks.uncompiled, tasks.gradients, config, state, tokens)[0]
-    torch.testing.assert_close(actual["logits"], logits, **TOLERANCE)
-    assert actual["loss"] == pytest.approx(loss, rel=1e-6)
-    assert_close_by_name(actual["gradients"], gradients, **TOLERANCE)
+    assert_equals_dense(run, config, expected_gradients(variant, 8))
 
 
 @pytest.mark.parametrize("layout", ["pp2vpp2", "tp2pp2sp"])

@@ -157,6 +157,15 @@ def assert_close_by_name(
         )
 
 
+def assert_equals_dense(run, config: RunConfig, expected: Expected) -> None:
+    """Run `tasks.gradients` by `run`, and compare what it returns with the dense reference's."""
+    state, tokens, logits, loss, gradients = expected
+    actual = run(tasks.gradients, config, state, tokens)[0]
+    torch.testing.assert_close(actual["logits"], logits, **TOLERANCE)
+    assert actual["loss"] == pytest.approx(loss, rel=1e-6)
+    assert_close_by_name(actual["gradients"], gradients, **TOLERANCE)
+
+
 # 12 heads have slopes that are no powers of 2, so the number matters to ALiBi alone.
 CASES = [
     (variant, layout, heads) for variant in VARIANTS for layout in LAYOUTS for heads in (8, 12)
@@ -193,12 +202,8 @@ CORE = CORE - {(variant, "tp2", 8) for variant in ("alibi-grouped", "kerple-powe
 @pytest.mark.parametrize(("variant", "layout", "heads"), mark_torture(CASES, CORE))
 def test_logits_and_gradients_equal_the_dense_reference(pools, variant, layout, heads):
     processes, parallel = LAYOUTS[layout]
-    state, tokens, logits, loss, gradients = _expected(variant, heads)
     config = variant_config(variant, heads, parallel)
-    actual = pools(processes).run(tasks.gradients, config, state, tokens)[0]
-    torch.testing.assert_close(actual["logits"], logits, **TOLERANCE)
-    assert actual["loss"] == pytest.approx(loss, rel=1e-6)
-    assert_close_by_name(actual["gradients"], gradients, **TOLERANCE)
+    assert_equals_dense(pools(processes).run, config, _expected(variant, heads))
 
 
 @pytest.mark.parametrize("layout", ["one", "tp2sp"])

@@ -14,6 +14,12 @@ from pretrain.data.order import batches
 from tests.unit.splits import make_stream
 
 LENGTH, GLOBAL, MICRO = 7, 16, 2
+SETTINGS = {
+    "seed": 3,
+    "sequence_length": LENGTH,
+    "global_batch_size": GLOBAL,
+    "micro_batch_size": MICRO,
+}
 
 
 @pytest.fixture(scope="module")
@@ -23,12 +29,7 @@ def stream(tmp_path_factory):
 
 def steps(stream, count, **changes) -> torch.Tensor:
     """Return the first steps of a rank, int64 [steps, micro batches, micro batch, tokens]."""
-    settings = {
-        "seed": 3,
-        "sequence_length": LENGTH,
-        "global_batch_size": GLOBAL,
-        "micro_batch_size": MICRO,
-    } | changes
+    settings = SETTINGS | changes
     return torch.stack([torch.stack(step) for step in islice(batches(stream, **settings), count)])
 
 
@@ -62,13 +63,7 @@ def test_a_stream_of_exactly_one_sample_works_and_one_token_less_is_refused(tmp_
         ConfigError,
         match=r"data\.sequence_length = 7: a sample needs 8 .* has fewer\. Lower data",
     ):
-        batches(
-            make_stream(tmp_path / "b", {"text": LENGTH}),
-            seed=0,
-            sequence_length=LENGTH,
-            global_batch_size=1,
-            micro_batch_size=1,
-        )
+        batches(make_stream(tmp_path / "b", {"text": LENGTH}), **SETTINGS)
 
 
 # ---- several corpora -----------------------------------------------------------------------------
@@ -130,8 +125,7 @@ def readers() -> list[str]:
 @pytest.mark.parametrize("ahead", [1, 3])
 def test_a_step_is_one_read_and_so_many_steps_are_read_ahead(stream, ahead):
     counted = Counted(stream, together=ahead)
-    settings = {"seed": 3, "sequence_length": LENGTH, "global_batch_size": GLOBAL}
-    found = batches(counted, **settings, micro_batch_size=MICRO, num_workers=ahead)
+    found = batches(counted, **SETTINGS, num_workers=ahead)
     list(islice(found, 3))
     assert len(readers()) == ahead
     found.close()
@@ -141,13 +135,7 @@ def test_a_step_is_one_read_and_so_many_steps_are_read_ahead(stream, ahead):
 
 
 def test_what_a_read_raises_is_raised_at_its_step(stream):
-    found = batches(
-        Counted(stream, fails_at=3),
-        seed=3,
-        sequence_length=LENGTH,
-        global_batch_size=GLOBAL,
-        micro_batch_size=MICRO,
-    )
+    found = batches(Counted(stream, fails_at=3), **SETTINGS)
     assert torch.equal(in_order(torch.stack(next(found))), in_order(steps(stream, 1)))
     next(found)
     with pytest.raises(ConfigError, match="a flipped bit"):
@@ -156,9 +144,7 @@ def test_what_a_read_raises_is_raised_at_its_step(stream):
 
 
 def test_a_loader_that_is_dropped_leaves_no_thread(stream):
-    found = batches(
-        stream, seed=3, sequence_length=LENGTH, global_batch_size=GLOBAL, micro_batch_size=MICRO
-    )
+    found = batches(stream, **SETTINGS)
     next(found)
     del found
     gc.collect()

@@ -48,74 +48,30 @@ LENGTH = 32
 """Training length of the models below, except where one needs another."""
 
 
-def bloom(**changes: Any) -> Any:
-    from transformers import BloomConfig, BloomForCausalLM
-
-    settings = {"vocab_size": 512, "hidden_size": 48, "n_layer": 2, "n_head": 12}
-    return BloomForCausalLM(BloomConfig(**settings | {"seq_length": LENGTH} | changes))
-
-
-def mpt(**changes: Any) -> Any:
-    from transformers import MptConfig, MptForCausalLM
-
-    settings = {"vocab_size": 512, "d_model": 48, "n_layers": 2, "n_heads": 6, "max_seq_len": 128}
-    return MptForCausalLM(MptConfig(**settings | changes))
-
-
-def opt(**changes: Any) -> Any:
-    from transformers import OPTConfig, OPTForCausalLM
-
-    settings = {
-        "vocab_size": 512,
-        "hidden_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "ffn_dim": 96,
-        "max_position_embeddings": 64,
-    }
-    return OPTForCausalLM(OPTConfig(**settings | changes))
-
-
-def gpt2(**changes: Any) -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    settings = {"vocab_size": 512, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64}
-    return GPT2LMHeadModel(GPT2Config(**settings | changes))
-
-
-def gpt_neox(**changes: Any) -> Any:
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-
-    settings = {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 128,
-        "max_position_embeddings": LENGTH,
-        "use_parallel_residual": True,
-        "rotary_pct": 0.25,
-    }
-    return GPTNeoXForCausalLM(GPTNeoXConfig(**settings | changes))
-
-
-def block(model_type: str, **changes: Any) -> Any:
-    """A model of today's block, with its class's own defaults but for the sizes."""
+def model(model_type: str, **settings: Any) -> Any:
+    """A model with its class's own defaults but for the sizes."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    settings = {
-        "vocab_size": 512,
-        "hidden_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 80,
-        "max_position_embeddings": LENGTH,
-    }
-    settings |= changes
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
+    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model(model_type, **{"vocab_size": 512} | sizes | settings)
+    return AutoModelForCausalLM.from_config(config)
 
 
+bloom = partial(model, "bloom", num_attention_heads=12, seq_length=LENGTH)
+mpt = partial(model, "mpt", num_attention_heads=6, max_seq_len=128)
+opt = partial(model, "opt", ffn_dim=96, max_position_embeddings=64)
+gpt2 = partial(model, "gpt2", max_position_embeddings=64)
+gpt_neox = partial(
+    model,
+    "gpt_neox",
+    hidden_size=64,
+    intermediate_size=128,
+    max_position_embeddings=LENGTH,
+    use_parallel_residual=True,
+    rotary_pct=0.25,
+)
+# Today's block.
+block = partial(model, num_key_value_heads=2, intermediate_size=80, max_position_embeddings=LENGTH)
 llama, qwen2, qwen3 = (partial(block, each) for each in ("llama", "qwen2", "qwen3"))
 mistral = partial(block, "mistral", sliding_window=None)
 # As Llama 3.2 and Qwen 2.5 with YaRN have them, but for the lengths.
