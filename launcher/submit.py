@@ -525,25 +525,23 @@ LOGS = ".logs"
 
 def _wanted_runs(paths: Sequence[Path], overrides: Sequence[str]) -> list[RunConfig]:
     """Return the runs of the configs. Raise ConfigError if two have the same directory."""
-    runs: dict[str, RunConfig] = {}
-    uploads: set[str] = set()
+    runs: list[RunConfig] = []
+    taken = set[tuple[str, str]]()
     for path in paths:
         config = load_config(path, overrides)
-        directory = os.path.realpath(config.directory)
-        if directory in runs:
-            raise ConfigError(
-                f"{path}: run.directory = {config.run.directory} is another run's of this sweep. "
-                "Give each config a directory of its own"
-            )
-        upload = (config.checkpoint.upload_to or "").rstrip("/")
-        if upload and upload in uploads:
-            raise ConfigError(
-                f"{path}: checkpoint.upload_to = {upload} is another run's of this sweep. "
-                "Give each config a URL of its own"
-            )
-        uploads.add(upload)
-        runs[directory] = config
-    return list(runs.values())
+        directory, upload = config.run.directory, (config.checkpoint.upload_to or "").rstrip("/")
+        for key, value, place, what in (
+            ("run.directory", directory, os.path.realpath(directory), "directory"),
+            ("checkpoint.upload_to", upload, upload, "URL"),
+        ):
+            if place and (key, place) in taken:
+                raise ConfigError(
+                    f"{path}: {key} = {value} is another run's of this sweep. "
+                    f"Give each config a {what} of its own"
+                )
+            taken.add((key, place))
+        runs.append(config)
+    return runs
 
 
 def sweep(

@@ -12,7 +12,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -266,38 +266,29 @@ def deal(items: Iterable[T], size: int, topology: Topology) -> Iterator[list[lis
         yield each[topology.data_rank :: replicas]
 
 
+@dataclass(eq=False)
 class Evaluator:
-    """Scores one text with one model, under any number of protocols.
+    """Scores one text with one model, under any number of protocols."""
 
-    Args:
-        chunks: This rank's model chunks, one for each virtual pipeline stage.
-        topology: This process's ranks in the parallel layout.
-        text: The text to score.
-        tokens_per_batch: Tokens in a micro batch, rounded down to whole windows (at least one).
-        schedule_module: Module to call in place of a chunk, if the optimizer needs one
-            (`ZeroOptimizer.schedule_module`).
-        mask_id: Id of the mask, for a model that predicts masked tokens; all protocols must then be
-            MASKED.
-        by_token: Keep the loss of each token, 4 bytes per token.
-    """
-
-    def __init__(
-        self,
-        chunks: list[Any],
-        topology: Topology,
-        text: ScoredText,
-        *,
-        tokens_per_batch: int,
-        schedule_module: nn.Module | None = None,
-        mask_id: int | None = None,
-        by_token: bool = False,
-    ) -> None:
-        self.mask_id, self.by_token = mask_id, by_token
-        self.chunks, self.topology, self.text = chunks, topology, text
-        self.schedule_module = schedule_module
-        self.tokens_per_batch = tokens_per_batch
-        self.decoder: Decoder | None = None
-        """The decoder that has read the text in one pass, with its cache at the end."""
+    chunks: list[Any]
+    """This rank's model chunks, one for each virtual pipeline stage."""
+    topology: Topology
+    """This process's ranks in the parallel layout."""
+    text: ScoredText
+    """The text to score."""
+    _: KW_ONLY
+    tokens_per_batch: int
+    """Tokens in a micro batch, rounded down to whole windows (at least one)."""
+    schedule_module: nn.Module | None = None
+    """Module to call in place of a chunk, if the optimizer needs one
+    (`ZeroOptimizer.schedule_module`)."""
+    mask_id: int | None = None
+    """Id of the mask, for a model that predicts masked tokens; all protocols must then be
+    MASKED."""
+    by_token: bool = False
+    """Keep the loss of each token, 4 bytes per token."""
+    decoder: Decoder | None = field(default=None, init=False)
+    """The decoder that has read the text in one pass, with its cache at the end."""
 
     def evaluate(
         self,

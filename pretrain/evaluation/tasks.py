@@ -378,14 +378,11 @@ def _predictions(chunks: list[GPTModel]) -> Iterator[list[Tensor]]:
     def look(_module: Any, _inputs: Any, output: tuple[Tensor, Any]) -> None:
         found.append(_most_probable(output[0]))
 
-    hooks = [
-        chunk.output_layer.register_forward_hook(look) for chunk in chunks if chunk.post_process
-    ]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for chunk in chunks:
+            if chunk.post_process:
+                hooks.enter_context(chunk.output_layer.register_forward_hook(look))
         yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _most_probable(logits: Tensor) -> Tensor:

@@ -196,13 +196,10 @@ def _logits_of_last(chunk: GPTModel, last: int) -> Iterator[None]:
     if not chunk.post_process:
         yield
         return
-    hook = chunk.output_layer.register_forward_pre_hook(
+    with chunk.output_layer.register_forward_pre_hook(
         lambda _, arguments: (arguments[0][-last:], *arguments[1:])
-    )
-    try:
+    ):
         yield
-    finally:
-        hook.remove()
 
 
 def logits(chunk: GPTModel, inputs: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ and the gap grows by E_q 2 sqrt(d) |B| + 2 |q'| E_k, and by the rounding of scor
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -172,12 +173,10 @@ def seen(config: RunConfig, chunk: GPTModel, ids: Tensor, done: Callable[[], obj
         done()
 
     cores = [layer.self_attention.core_attention for layer in chunk.decoder.layers]
-    hooks = [core.register_forward_pre_hook(look) for core in cores]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for core in cores:
+            hooks.enter_context(core.register_forward_pre_hook(look))
         chunk(ids[None], torch.arange(len(ids), device=ids.device)[None], None)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return Seen(*map(torch.stack, zip(*found)))
 
 
