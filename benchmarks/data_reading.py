@@ -23,7 +23,7 @@ import numpy as np
 from torch.utils.data import DataLoader, RandomSampler
 
 from benchmarks.turns import rounds, summary, timed
-from pretrain.data.order import Blend, Segment, batches, blend_of
+from pretrain.data.order import Blend, Segment, batches, num_samples
 from pretrain.data.shards import ShardWriter, finish_split
 from pretrain.data.stream import TokenStream
 
@@ -73,13 +73,13 @@ def readers(root: Path) -> dict[str, Reader]:
         raw = [os.pread(plain_file, size, i * width) for i in ids.tolist()]
         return np.stack([np.frombuffer(each, np.uint16).astype(np.int64) for each in raw])
 
+    sizes = {each.name: num_samples(each.tokens, LENGTH) for each in stream.manifest.corpora}
     steps = batches(
         stream,
-        seed=0,
+        Blend(Segment(0, sizes, sizes, dict.fromkeys(sizes, 0)), seed=0),
         sequence_length=LENGTH,
         global_batch_size=BATCH,
         micro_batch_size=BATCH,
-        blend=blend_of(stream, LENGTH, {}, seed=0),
         data_parallel_size=1,
         num_workers=0,
     )

@@ -316,42 +316,37 @@ def tree_of(shares: Mapping[str, int]) -> tuple[int, list[Split]]:
     return leaves[0][1], splits
 
 
-def blend_of(
+def segment_of(
+    config: RunConfig,
     stream: TokenStream,
-    sequence_length: int,
-    corpora: Mapping[str, CorpusSection],
-    *,
-    seed: int,
     before: Segment | None = None,
     consumed: int = 0,
     changed: Collection[str] = (),
-) -> Blend:
-    """Return the blend of a run: that of its checkpoint, or a new one from here on.
+) -> Segment:
+    """Return the segment with which a run continues: that of its checkpoint, or a new one.
 
     Args:
-        stream: The training split.
-        sequence_length: Tokens that the model sees; a sample has one more.
-        corpora: `data.corpora`, which has the shares; {} for shares proportional to size.
-        seed: Seed of the order of samples.
-        before: The segment in the checkpoint; None for a new run.
+        config: The run. `data.corpora` has the shares; without it they are proportional to size.
+        stream: Its training split.
+        before: The segment that the checkpoint recorded; None for a run that begins.
         consumed: Samples consumed so far.
         changed: Keys that change training and differ from the checkpoint's; "data.directory" if
             the training split does.
 
     Returns:
-        The blend. If samples or shares differ from `before`, it begins a new segment, in which
-        every corpus continues from its position, or begins its next pass if its samples or their
-        order are other ones.
+        The segment. If samples or shares differ from `before`, it is a new one, in which every
+        corpus continues from its position, or begins its next pass if its samples or their order
+        are other ones.
 
     Raises:
         ConfigError: The corpora are not the data set's, or cannot be read with these shares.
     """
+    length = config.data.sequence_length
     samples = {
-        corpus.name: num_samples(corpus.tokens, sequence_length)
-        for corpus in stream.manifest.corpora
+        corpus.name: num_samples(corpus.tokens, length) for corpus in stream.manifest.corpora
     }
-    _check(stream, sequence_length, corpora, samples)
-    shares = _shares(corpora, samples)
+    _check(config, stream, samples)
+    shares = _shares(config.data.corpora, samples)
     start, counts = 0, dict.fromkeys(samples, 0)
     if before is not None:
         # A corpus begins its next pass if its samples are not those that were read, or are in
@@ -362,35 +357,13 @@ def blend_of(
         is_reordered |= "data.directory" in changed and before.samples == samples
         is_same = not is_reordered and (before.samples, before.shares) == (samples, shares)
         start = before.start if is_same else consumed
-        counts = before.consumed if is_same else Blend(before, seed).counts(consumed)
+        counts = before.consumed if is_same else Blend(before, config.run.seed).counts(consumed)
         for name in before.samples.keys() & samples.keys():
             old = before.samples[name]
             if old and (is_reordered or samples[name] != old):
                 counts[name] = -(-counts[name] // old) * samples[name]
     ordered = {name: counts.get(name, 0) for name in samples}
-    return Blend(Segment(start, samples, shares, ordered), seed)
-
-
-def segment_of(
-    config: RunConfig,
-    stream: TokenStream,
-    before: Segment | None = None,
-    consumed: int = 0,
-    changed: Collection[str] = (),
-) -> Segment:
-    """Return the segment with which a run continues; see `blend_of`.
-
-    Args:
-        config: The run.
-        stream: Its training split.
-        before: The segment that the checkpoint recorded; None for a run that begins.
-        consumed: Samples consumed so far.
-        changed: Keys that change training and differ from the checkpoint's.
-    """
-    length, corpora, seed = config.data.sequence_length, config.data.corpora, config.run.seed
-    return blend_of(
-        stream, length, corpora, seed=seed, before=before, consumed=consumed, changed=changed
-    ).segment
+    return Segment(start, samples, shares, ordered)
 
 
 def _shares(corpora: Mapping[str, CorpusSection], samples: Mapping[str, int]) -> dict[str, int]:
@@ -415,23 +388,18 @@ def _shares(corpora: Mapping[str, CorpusSection], samples: Mapping[str, int]) ->
     return {name: share and max(1, share * most // total) for name, share in shares.items()}
 
 
-def _check(
-    stream: TokenStream,
-    sequence_length: int,
-    corpora: Mapping[str, CorpusSection],
-    samples: Mapping[str, int],
-) -> None:
+def _check(config: RunConfig, stream: TokenStream, samples: Mapping[str, int]) -> None:
     """Check that the config's corpora are the data set's, and that each has at least one sample.
 
     Args:
+        config: The run.
         stream: The training split.
-        sequence_length: Tokens that the model sees.
-        corpora: `data.corpora`.
         samples: Corpus -> samples in it.
 
     Raises:
         ConfigError: The corpora differ, or one is shorter than a sample.
     """
+    length, corpora = config.data.sequence_length, config.data.corpora
     if corpora and corpora.keys() != samples.keys():
         raise ConfigError(
             f"data.corpora = {', '.join(corpora)}: the data set in {stream.directory} was built "
@@ -441,7 +409,7 @@ def _check(
     short = [name for name in asked or samples if not samples[name]]
     if len(short) == len(samples) or (asked and short):
         raise ConfigError(
-            f"data.sequence_length = {sequence_length}: a sample needs {sequence_length + 1} "
+            f"data.sequence_length = {length}: a sample needs {length + 1} "
             f"tokens, and of {stream.directory} the corpus {', '.join(short)} has fewer. Lower "
             "data.sequence_length, or build a data set from more text"
         )
@@ -458,13 +426,12 @@ ORDERED_AT_ONCE = 4096
 
 def batches(
     stream: TokenStream,
+    blend: Blend,
     *,
-    seed: int,
     sequence_length: int,
     global_batch_size: int,
     micro_batch_size: int,
     rampup_batch_size: Rampup | None = None,
-    blend: Blend | None = None,
     data_parallel_rank: int = 0,
     data_parallel_size: int = 1,
     consumed_samples: int = 0,
@@ -478,13 +445,12 @@ def batches(
 
     Args:
         stream: The tokens to read.
-        seed: Seed of the order of samples.
+        blend: The run's blend of corpora, which has the order of samples.
         sequence_length: Tokens that the model sees; a sample has one more.
         global_batch_size: Samples per step over all ranks; a multiple of
             micro_batch_size * data_parallel_size.
         micro_batch_size: Samples per forward pass.
         rampup_batch_size: How the batch size grows to global_batch_size; None: no ramp-up.
-        blend: The run's blend of corpora. Default: shares proportional to size.
         data_parallel_rank: This rank.
         data_parallel_size: Number of data-parallel ranks.
         consumed_samples: Samples consumed before the first step, over all ranks.
@@ -493,11 +459,7 @@ def batches(
     Returns:
         An iterator over steps. A step is the list of this rank's micro batches of token ids, each
         int64 [micro_batch_size, sequence_length + 1]. Close it to end the threads.
-
-    Raises:
-        ConfigError: if the stream is shorter than one sample.
     """
-    blend = blend or blend_of(stream, sequence_length, {}, seed=seed)
 
     def steps() -> Iterator[range]:
         """Yield the consumed-sample indexes of this rank's part of every step."""

@@ -369,12 +369,11 @@ def step_batches(run: Run) -> Generator[list[Tensor], None, None]:
     config = run.config
     return batches(
         run.training_stream,
-        seed=config.run.seed,
+        run.blend,
         sequence_length=config.data.sequence_length,
         global_batch_size=config.batch.global_batch_size,
         micro_batch_size=config.batch.micro_batch_size,
         rampup_batch_size=config.batch.rampup_batch_size,
-        blend=run.blend,
         data_parallel_rank=run.topology.data_rank,
         data_parallel_size=run.topology.layout.data,
         consumed_samples=run.state.consumed_samples,

@@ -54,7 +54,7 @@ def take_steps_of(config: RunConfig, sizes: list[int]) -> list[tuple[float, floa
     for size in sizes:
         steps = batches(
             run.training_stream,
-            seed=config.run.seed,
+            run.blend,
             sequence_length=config.data.sequence_length,
             global_batch_size=size,
             micro_batch_size=config.batch.micro_batch_size,

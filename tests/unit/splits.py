@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
+from pretrain.data.order import Blend, segment_of
 from pretrain.data.shards import Manifest, ShardWriter, Split, finish_split
 from pretrain.data.stream import TokenStream
 
@@ -80,3 +83,10 @@ def make_stream(root: Path, corpora: Mapping[str, int]) -> TokenStream:
         },
     )
     return TokenStream(root / "train")
+
+
+def blend_of(stream: TokenStream, length: int, corpora: Any, *, seed: int, **since: Any) -> Blend:
+    """Return the blend of a run with these settings; `since` is as for `segment_of`."""
+    data = SimpleNamespace(sequence_length=length, corpora=corpora)
+    config: Any = SimpleNamespace(data=data, run=SimpleNamespace(seed=seed))
+    return Blend(segment_of(config, stream, **since), seed)

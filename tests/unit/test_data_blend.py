@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from pretrain.config import ConfigError
 from pretrain.config.schema import CorpusSection
 from pretrain.data import order
-from pretrain.data.order import Blend, Segment, blend_of
-from tests.unit.splits import make_stream
+from pretrain.data.order import Blend, Segment
+from tests.unit.splits import blend_of, make_stream
 
 
 def blend(samples: dict[str, int], shares: dict[str, int] | None = None, seed: int = 1) -> Blend:

@@ -11,11 +11,10 @@ import torch
 from pretrain.config import ConfigError
 from pretrain.data import order
 from pretrain.data.order import batches
-from tests.unit.splits import make_stream
+from tests.unit.splits import blend_of, make_stream
 
 LENGTH, GLOBAL, MICRO = 7, 16, 2
 SETTINGS = {
-    "seed": 3,
     "sequence_length": LENGTH,
     "global_batch_size": GLOBAL,
     "micro_batch_size": MICRO,
@@ -29,8 +28,8 @@ def stream(tmp_path_factory):
 
 def steps(stream, count, **changes) -> torch.Tensor:
     """Return the first steps of a rank, int64 [steps, micro batches, micro batch, tokens]."""
-    settings = SETTINGS | changes
-    return torch.stack([torch.stack(step) for step in islice(batches(stream, **settings), count)])
+    found = batches(stream, blend_of(stream, LENGTH, {}, seed=3), **SETTINGS | changes)
+    return torch.stack([torch.stack(step) for step in islice(found, count)])
 
 
 def in_order(found: torch.Tensor) -> torch.Tensor:
@@ -63,7 +62,7 @@ def test_a_stream_of_exactly_one_sample_works_and_one_token_less_is_refused(tmp_
         ConfigError,
         match=r"data\.sequence_length = 7: a sample needs 8 .* has fewer\. Lower data",
     ):
-        batches(make_stream(tmp_path / "b", {"text": LENGTH}), **SETTINGS)
+        blend_of(make_stream(tmp_path / "b", {"text": LENGTH}), LENGTH, {}, seed=3)
 
 
 # ---- several corpora -----------------------------------------------------------------------------
@@ -125,7 +124,8 @@ def readers() -> list[str]:
 @pytest.mark.parametrize("ahead", [1, 3])
 def test_a_step_is_one_read_and_so_many_steps_are_read_ahead(stream, ahead):
     counted = Counted(stream, together=ahead)
-    found = batches(counted, **SETTINGS, num_workers=ahead)
+    blend = blend_of(stream, LENGTH, {}, seed=3)
+    found = batches(counted, blend, **SETTINGS, num_workers=ahead)
     list(islice(found, 3))
     assert len(readers()) == ahead
     found.close()
@@ -135,7 +135,8 @@ def test_a_step_is_one_read_and_so_many_steps_are_read_ahead(stream, ahead):
 
 
 def test_what_a_read_raises_is_raised_at_its_step(stream):
-    found = batches(Counted(stream, fails_at=3), **SETTINGS)
+    blend = blend_of(stream, LENGTH, {}, seed=3)
+    found = batches(Counted(stream, fails_at=3), blend, **SETTINGS)
     assert torch.equal(in_order(torch.stack(next(found))), in_order(steps(stream, 1)))
     next(found)
     with pytest.raises(ConfigError, match="a flipped bit"):
@@ -144,7 +145,7 @@ def test_what_a_read_raises_is_raised_at_its_step(stream):
 
 
 def test_a_loader_that_is_dropped_leaves_no_thread(stream):
-    found = batches(stream, **SETTINGS)
+    found = batches(stream, blend_of(stream, LENGTH, {}, seed=3), **SETTINGS)
     next(found)
     del found
     gc.collect()
