@@ -13,7 +13,7 @@ import shlex
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -307,19 +307,19 @@ def requeue(run: Path) -> None:
             "submit it again"
         )
         return
-    attempts = read_attempts(run)
     sent = read_jobs(run, JobKind.TRAIN)
     # The attempt of a job that has left the queue is over, even if its lease has not expired yet,
     # but an attempt outside Slurm may still be training.
-    trained_outside_slurm = (
-        bool(attempts)
-        and is_alive(attempts[-1], time.time())
-        and attempts[-1].owner.slurm_job_id is None
-    )
-    if not sent or trained_outside_slurm:
+    holder = _holder(read_attempts(run))
+    if not sent or (holder and holder.owner.slurm_job_id is None):
         why = _why_no_job(run, "nothing to requeue")
         raise ConfigError(f"{run}: {why}. `launcher submit` submits a run to Slurm")
     _submit_again(run, sent[-1])
+
+
+def _holder(attempts: Sequence[AttemptRecord]) -> AttemptRecord | None:
+    """Return the newest attempt if it is alive."""
+    return attempts[-1] if attempts and is_alive(attempts[-1], time.time()) else None
 
 
 def _requeue_job(run: Path, job: JobState) -> None:
@@ -380,8 +380,8 @@ def _jobs_in_queue(run: Path, *kinds: str) -> list[list[JobState]]:
 def _why_no_job(run: Path, consequence: str) -> str:
     """Return why a run has no job in the queue: it is trained outside Slurm, or has ended."""
     attempts = read_attempts(run)
-    if attempts and is_alive(attempts[-1], time.time()):
-        owner = attempts[-1].owner
+    if holder := _holder(attempts):
+        owner = holder.owner
         return (
             f"is trained by {owner}, and not by a job of this run. On that host, "
             f"`kill {owner.pid}` lets it save and stop"
