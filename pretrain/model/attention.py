@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary, finalize
 
@@ -27,6 +28,7 @@ from torch._C import _dispatch_tls_local_exclude_set, _dispatch_tls_local_includ
 
 from pretrain import platform
 from pretrain.config import ConfigError, RunConfig, RunFailed
+from pretrain.config.run import RunPhase
 from pretrain.kernels.call import of_heads
 from pretrain.kernels.context import context_attention
 from pretrain.kernels.dispatch import attention
@@ -415,10 +417,18 @@ LENGTH = 64
 
 
 @torch.no_grad()
-def check_positions(config: RunConfig, chunks: list[GPTModel]) -> None:
+def check_positions(
+    config: RunConfig, chunks: list[GPTModel], later: Sequence[RunPhase] = ()
+) -> None:
     """Compare this rank's core attention with a dense reference on random inputs.
 
     One layer of each method is run. Counting checks that all layers use `CoreAttention`.
+
+    Args:
+        config: The run's config in the present phase.
+        chunks: This rank's model.
+        later: Further phases, whose attention is only called, so that a backend that cannot serve
+            one is refused before the run trains.
 
     Raises:
         RunFailed: The outputs differ, or a layer uses another attention.
@@ -433,29 +443,22 @@ def check_positions(config: RunConfig, chunks: list[GPTModel]) -> None:
         )
     for core in {id(core.method): core for core in layers}.values():
         _check_layer(config, core)
+    for phase in later if layers else ():
+        position = Positions(phase.config).to(platform.device())
+        for number in {id(method): n for n, method in enumerate(position.methods, 1)}.values():
+            core = CoreAttention(layers[0].config, number, position=position)
+            try:
+                _output(core, *_random_inputs(phase.config))
+            except ConfigError as refusal:
+                raise ConfigError(f"phase {phase.number}: {refusal}") from None
 
 
 def _check_layer(config: RunConfig, core: CoreAttention) -> None:
     """Compare the core attention of one layer with the dense reference."""
-    length = LENGTH * context_group().size()
-    own = own_part(length)
-    query, key, value = whole = _random_inputs(config, length)
-    starts = None
-    if config.data.per_document_attention:
-        # Two documents of unequal lengths.
-        index = torch.arange(length, dtype=torch.int32, device=platform.device())
-        starts = torch.where(index < length // 3, 0, length // 3)[None].int()
+    query, key, value, starts = whole = _random_inputs(config)
+    length = len(query)
     training = core.training
-    parts = [*(x[own] for x in whole), None if starts is None else starts[:, own]]
-    try:
-        # Some backends refuse dropout, so call once with dropout to raise that error now.
-        if core.dropout:
-            core.train()(*parts)
-        actual = core.eval()(*parts)
-    except ValueError as refusal:
-        raise ConfigError(
-            f"model.attention_backend = {config.model.attention_backend}: {refusal}"
-        ) from None
+    actual = _output(core, *whole)
     core.train(training)
     query, key = core.method.queries_and_keys(config, query, key, 0, length)
     expected = attention_reference(
@@ -465,7 +468,7 @@ def _check_layer(config: RunConfig, core: CoreAttention) -> None:
         **_expected_terms(config, core),
         document_starts=starts,
         causal=not config.is_masked,
-    )[own].float()
+    )[own_part(length)].float()
     error = float((actual.view(expected.shape).float() - expected).abs().max())
     tolerance = TOLERANCE[config.train.precision]
     # Written with "not", so that a NaN fails.
@@ -476,18 +479,42 @@ def _check_layer(config: RunConfig, core: CoreAttention) -> None:
         )
 
 
-def _random_inputs(config: RunConfig, length: int) -> tuple[Tensor, ...]:
-    """Return random query [length, 1, heads, D], key, value [length, 1, groups, D] of a rank."""
+def _output(
+    core: CoreAttention, query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None
+) -> Tensor:
+    """Return what the core attention of this context rank computes of whole sequences."""
+    own = own_part(len(query))
+    parts = query[own], key[own], value[own], None if starts is None else starts[:, own]
+    try:
+        # Some backends refuse dropout, so call once with dropout to raise that error now.
+        if core.dropout:
+            core.train()(*parts)
+        return core.eval()(*parts)  # type: ignore[no-any-return]  # torch's
+    except ValueError as refusal:
+        raise ConfigError(f"model.attention_backend = {core.backend}: {refusal}") from None
+
+
+def _random_inputs(config: RunConfig) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return random query [length, 1, heads, D], key, value [length, 1, groups, D] of a rank.
+
+    Beside them document_starts [1, length], if the config has documents: two of unequal lengths.
+    """
+    length = LENGTH * context_group().size()
+    starts = None
+    if config.data.per_document_attention:
+        index = torch.arange(length, dtype=torch.int32, device=platform.device())
+        starts = torch.where(index < length // 3, 0, length // 3)[None].int()
     tensor_size = parallel_state.get_tensor_model_parallel_world_size()
     generator = torch.Generator().manual_seed(0)
     heads = config.model.num_attention_heads // tensor_size
     groups = config.num_query_groups // tensor_size
-    return tuple(
+    query, key, value = (
         torch.randn(length, 1, count, config.head_dim, generator=generator).to(
             platform.device(), platform.DTYPES[config.train.precision]
         )
         for count in (heads, groups, groups)
     )
+    return query, key, value, starts
 
 
 def _expected_terms(config: RunConfig, core: CoreAttention) -> dict[str, Any]:

@@ -565,7 +565,7 @@ def load_run(
     while built is None:
         part = config.parts[start_point.phase - 1].config
         chunks = build_model(part)
-        check_positions(part, chunks)
+        check_positions(part, chunks, config.parts[start_point.phase :])
         optimizer = ZeroOptimizer(part, topology, chunks)
         built, start_point = _load(config, topology, start_point, optimizer)
         if built is None:

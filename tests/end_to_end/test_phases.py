@@ -108,3 +108,16 @@ def test_it_is_the_chain_by_hand_killed_at_a_border_and_resumed_in_another_layou
     # What has been trained is not rewritten.
     phased.write_text(phased.read_text().replace("sequence_length = 16", "sequence_length = 8"))
     explained(pretrain(*train), 2, "config.toml, phase 1, was trained with 16")
+
+
+def test_a_backend_that_cannot_serve_a_later_phase_is_refused_before_the_first(workspace, config):
+    phased = workspace / "folded.toml"
+    phased.write_text(
+        f'base = "{config.name}"\n[[phases]]\nsteps = 2\n[[phases]]\n[phases.position]\n'
+        'method = "t5"\n'
+    )
+    here, folded = workspace / "runs/folded", ["model.attention_backend=folded"]
+    common = [f"run.directory={here}", "train.num_steps=4", "train.precision=bf16", *folded]
+    refused = pretrain("train", phased, *sets(*common))
+    explained(refused, 2, "phase 2", "it folds ALiBi with fixed slopes")
+    assert not list((here / "checkpoints").glob("step-*"))
