@@ -12,7 +12,7 @@ that; those of transformers 4 accept it, but their attention fails when it divid
 classes take the number of heads from the number of slopes.
 
 This file is copied into the folder of an export, so it imports only transformers and torch. It was
-written for transformers 5.17 to 5.23.
+written for transformers 5.17 to 5.24.
 """
 
 from __future__ import annotations
@@ -80,14 +80,16 @@ class BloomSlopesModel(BloomModel):  # type: ignore[no-untyped-call]  # untyped 
         **kwargs: Any,
     ) -> Any:
         """Return what BloomModel returns, for the same arguments."""
+        # Since transformers 5.24, `past_key_values` is called `cache`.
+        cache = kwargs.pop("cache", past_key_values)
         given = inputs_embeds if input_ids is None else input_ids
         if attention_mask is None and given is not None:
             # Pass a mask, because without one BloomModel computes biases with Bloom's own slopes.
             size, keys = given.shape[:2]
-            if past_key_values is not None:
-                keys = past_key_values.get_mask_sizes(keys, 0)[0]
+            if cache is not None:
+                keys = cache.get_mask_sizes(keys, 0)[0]
             attention_mask = torch.ones(size, keys, dtype=torch.long, device=given.device)
-        return super().forward(input_ids, past_key_values, attention_mask, inputs_embeds, **kwargs)
+        return super().forward(input_ids, cache, attention_mask, inputs_embeds, **kwargs)
 
 
 class BloomSlopesForCausalLM(BloomForCausalLM):  # type: ignore[no-untyped-call]  # as above
