@@ -726,7 +726,8 @@ def _destroy_model_parallel_groups() -> None:
 
     Megatron's `destroy_model_parallel` only forgets them (megatron/core/parallel_state.py). Left
     open, they keep their threads and sockets: 51 threads per initialization on a single gloo
-    process.
+    process. It does not forget the ranks that share a tied embedding: a middle stage that was a
+    first or last one in the layout before would still take itself for one of them.
     """
     from megatron.core import parallel_state
 
@@ -735,3 +736,4 @@ def _destroy_model_parallel_groups() -> None:
         if group is not None:
             dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
+    parallel_state._EMBEDDING_GLOBAL_RANKS = None

@@ -326,3 +326,13 @@ def test_overlapped_communication_changes_no_bit(pools, layout, precision):
         # Gathers that were still under way when the next forward pass began.
         assert one["weights_awaited_in_forward"] == one["num_buckets"]
         assert other["weights_awaited_in_forward"] == 0
+
+
+def test_stages_train_where_replicas_trained_before_in_the_same_processes(pools):
+    """The two in the middle had a tied embedding before, and have none now."""
+    state, batches, losses, norms, _ = _expected(layers=4)
+    for stages in (1, 4):
+        parallel = {"pipeline_model_parallel_size": stages}
+        config = _config(layers=4, parallel=parallel)
+        actual = pools(4).run(tasks.train_steps, config, state, batches[:2])[0]
+        assert_losses_and_norms(actual, losses[:2], norms[:2])
