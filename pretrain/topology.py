@@ -481,6 +481,14 @@ class Topology:
         return self.rank == 0
 
 
+_STORES: dict[Process, Store] = {}
+"""The store at which this process has met the others. It stays open for the next group: if rank 0
+closed it, it could close it on ranks that already join that group."""
+
+_GROUPS = itertools.count()
+"""Numbers of the groups in the store, so that none reads the addresses of the one before."""
+
+
 def initialize(config: RunConfig, process: Process | None = None) -> Topology:
     """Join the run's processes, split them by `config.parallel` and seed the random generators.
 
@@ -518,13 +526,14 @@ def initialize(config: RunConfig, process: Process | None = None) -> Topology:
             # Half of the limit after which the watchdog ends a start, so that the error is printed
             # first.
             seconds = config.recovery.startup_seconds / 2
-            shared = meet(process, min(COLLECTIVE_TIMEOUT.total_seconds(), seconds))
+            if process not in _STORES:
+                _STORES[process] = meet(process, min(COLLECTIVE_TIMEOUT.total_seconds(), seconds))
+            shared = _STORES[process]
             shared.set_timeout(COLLECTIVE_TIMEOUT)
             dist.init_process_group(
                 platform.backend(),
-                # The process group keeps the store, and so the port of rank 0, until `finish`. The
-                # name is that of a store that init_process_group makes itself.
-                store=PrefixStore("default_pg", shared),
+                # The name begins as that of a store that init_process_group makes itself.
+                store=PrefixStore(f"default_pg/{next(_GROUPS)}", shared),
                 rank=process.rank,
                 world_size=process.world_size,
                 timeout=COLLECTIVE_TIMEOUT,

@@ -399,3 +399,24 @@ def test_config_prints_what_loads_again(tmp_path, config):
     assert load_config(tmp_path / "resolved.toml") == load_config(config, ["model.num_layers=3"])
     # 512 x 32 embeddings, 3 layers of 12 h^2 + 2 h, the final LayerNorm, and no biases
     assert f"{512 * 32 + 3 * (12 * 32**2 + 2 * 32) + 32:,}" in done.out
+
+
+TWO_CALLS = """
+import sys
+import pretrain
+result = pretrain.train(pretrain.load_config(sys.argv[1], sys.argv[2:]))
+[record, *_] = pretrain.evaluate(result.directory, protocols="nonoverlapping")
+print("measured", record["perplexity"])
+"""
+
+
+def test_ranks_call_the_library_one_function_after_another(workspace, config):
+    """Each call joins the processes anew, at a store that the call before has used."""
+    script, run = workspace / "calls.py", workspace / "runs/calls"
+    script.write_text(TWO_CALLS)
+    on_two = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", script, config]
+    done = succeeded(forked([*map(str, on_two), f"run.directory={run}", "train.num_steps=2"]))
+    [first, second] = re.findall(r"measured (\S+)", done.out)
+    succeeds("evaluate", run, "--protocols", "nonoverlapping", "--out", workspace / "calls.json")
+    [record, *_] = json.loads((workspace / "calls.json").read_text())["records"]
+    assert first == second and float(first) == pytest.approx(record["perplexity"], rel=1e-5)
