@@ -180,8 +180,7 @@ class GlobalState(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = torch.empty(self._shapes[name])
-        target = Target(f"{self._kind}/{name}", (0,) * tensor.dim(), tensor)
-        read_into(self._checkpoint, [target])
+        read_into(self._checkpoint, [Target(f"{self._kind}/{name}", (0,) * tensor.dim(), tensor)])
         return tensor
 
     def __iter__(self) -> Iterator[str]:

@@ -291,7 +291,11 @@ def _work(work: Work) -> int:
     to_train = _to_train(chosen, work.request.again)
     left = [run for run, state in to_train if state.state != FINISHED]
     if left and not work.request.report_only:
-        _build_data(work, left)
+        for run in data_sets(left):
+            say(f"{run.config.data.directory}: not built yet; building it")
+            words = ["data", "build", str(study.config_file(run))]
+            command = [sys.executable, "-m", "pretrain", *words]
+            work.run(f"{run.config.data.directory}: the build", command)
         # Checked again, because data that was just built must equal that of runs trained before.
         check_runs(study, None)
         if work.request.site is not None:
@@ -310,20 +314,7 @@ def _work(work: Work) -> int:
     return _report(work, [(run, other.get(run.name, state)) for run, state in states])
 
 
-# ---- data and training ---------------------------------------------------------------------------
-def _build_data(work: Work, left: list[StudyRun]) -> None:
-    """Build the data sets that are missing.
-
-    Raises:
-        RunFailed: A build failed, as it has printed.
-    """
-    for run in data_sets(left):
-        say(f"{run.config.data.directory}: not built yet; building it")
-        words = ["data", "build", str(work.study.config_file(run))]
-        command = [sys.executable, "-m", "pretrain", *words]
-        work.run(f"{run.config.data.directory}: the build", command)
-
-
+# ---- training ------------------------------------------------------------------------------------
 def _train(work: Work, left: list[StudyRun]) -> None:
     """Train runs one after another with `launcher local`; a failure does not stop the others.
 

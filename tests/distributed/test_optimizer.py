@@ -263,8 +263,7 @@ def test_tensor_ranks_lay_out_their_buckets_alike(pools, layout, method):
 
 def test_nodes_are_used_where_they_hold_consecutive_ranks(pools):
     expected = {"aabb": 2, "aaaa": 4, "abcd": 1, "abab": 1, "aaab": 1, "abba": 1}
-    found = pools(4).run(tasks.ranks_per_node, list(expected))
-    assert found == [list(expected.values())] * 4
+    assert pools(4).run(tasks.ranks_per_node, list(expected)) == [list(expected.values())] * 4
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(2, "fp16"), (3, "bf16")])

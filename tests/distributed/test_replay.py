@@ -53,8 +53,7 @@ def undisturbed(pools, tiny_data, tmp_path_factory):
     @functools.cache
     def trained(layout):
         directory = tmp_path_factory.mktemp("undisturbed") / "run"
-        config = _config(directory, tiny_data, layout)
-        pools(ALL_LAYOUTS[layout][0]).run(tasks.outcome, config)
+        pools(ALL_LAYOUTS[layout][0]).run(tasks.outcome, _config(directory, tiny_data, layout))
         return directory
 
     return trained

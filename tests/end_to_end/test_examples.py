@@ -49,8 +49,7 @@ def test_an_export_is_measured_as_the_run_is(trained, tmp_path):
     keys = ("protocol", "stride", "length", "tokens")
     assert [[r[k] for k in keys] for r in stock] == [[r[k] for k in keys] for r in ours]
     for name in ("loss_nats", "loss_low", "loss_high"):
-        expected = [r[name] for r in ours]
-        assert [r[name] for r in stock] == pytest.approx(expected, abs=1e-4)
+        assert [r[name] for r in stock] == pytest.approx([r[name] for r in ours], abs=1e-4)
 
 
 def test_attention_in_a_torch_model_of_ones_own_extrapolates():

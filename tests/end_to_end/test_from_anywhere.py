@@ -57,8 +57,7 @@ def test_moved_with_its_data(home, tmp_path):
     done = pretrain("evaluate", run, *LENGTHS, cwd=away)
     explained(done, 2, tmp_path / "moved/runs/data", f"nor at {away}/runs/data", "--set data.dir")
     shutil.copytree(home / "runs/data", away / "elsewhere")
-    given = ["--set", "data.directory=elsewhere"]
-    succeeds("evaluate", run, *LENGTHS, *given, cwd=away)
+    succeeds("evaluate", run, *LENGTHS, "--set", "data.directory=elsewhere", cwd=away)
 
 
 def test_the_run_alone(home, tmp_path):

@@ -78,8 +78,7 @@ def test_every_command_that_finds_the_disk_full_has_one_exit_code(config, disk, 
         plan.mkdir(exist_ok=True)
         users = fill(disk, leave)
         for command in commands:
-            done = forked([str(word) for word in command])
-            explained(done, ExitCode.NO_SPACE, "Make room")
+            explained(forked([str(word) for word in command]), ExitCode.NO_SPACE, "Make room")
         users.unlink()
 
 

@@ -33,5 +33,4 @@ def test_the_guide_runs_as_it_is_written(tmp_path):
 
 @pytest.mark.torture
 def test_the_guide_s_study_runs_as_it_is_written(tmp_path):
-    runs = follow(tmp_path, "", "torture").folder / "runs"
-    assert (runs / "study/report/report.md").is_file()
+    assert (follow(tmp_path, "", "torture").folder / "runs/study/report/report.md").is_file()

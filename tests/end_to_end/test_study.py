@@ -217,8 +217,7 @@ def test_an_edited_study_file_mixes_no_experiments(whole: Whole) -> None:
     done = whole.desk.start(file=file.name).ended()
     assert done.code == 2 and done.out == "", done.text
     for run in ("alibi-32-s1234", "sinusoidal-32-s1234"):
-        line = f"edited.toml: {run}: train.num_steps = 16: s/runs/{run}/checkpoints/"
-        assert line in done.err
+        assert f"edited.toml: {run}: train.num_steps = 16: s/runs/{run}/checkpoints/" in done.err
     # Of each run the record and the newest checkpoint.
     assert done.err.count("A study does not mix experiments") == 4
     assert (whole.desk.attempts(), whole.desk.evaluation()) == whole.after
@@ -247,8 +246,7 @@ def test_a_clone_with_the_records_alone_has_finished_and_repeats_a_run_to_the_bi
     file = tmp_path / "study.toml"
     text = file.read_text()
     file.write_text(text.replace("recovery.max_restarts=0", "optimizer.learning_rate=0.5"))
-    refused = desk.study()
-    assert "optimizer.learning_rate = 0.5: s/records/alibi-32-s1234 was trained" in refused.err
+    assert "optimizer.learning_rate = 0.5: s/records/alibi-32-s1234 was trained" in desk.study().err
     file.write_text(text)
     again = succeeded(desk.study("--only", "alibi-*", "--again"))
     assert "alibi-32-s1234: all 8 losses are those recorded" in again.err

@@ -123,8 +123,7 @@ def test_a_run_takes_one_signal_while_others_of_its_sweep_wait(
     for name, value in commands(tmp_path / "commands", desk.cluster).items():
         monkeypatch.setenv(name, value)
     slurm.signal(sweep.ids[0], "CONT", batch=True)
-    counted = called(tmp_path / "commands")
-    assert counted == Counter({"squeue": 1, "scontrol": 1, "scancel": 1})
+    assert called(tmp_path / "commands") == Counter({"squeue": 1, "scontrol": 1, "scancel": 1})
     # 24.11 says so for a moment after a signal.
     wait_for(lambda: "SIGNALING" not in desk.job_states().values())
     assert set(desk.job_states().items()) == {

@@ -36,8 +36,7 @@ class Gate:
     def __init__(self, desk: Desk) -> None:
         self.folder = desk.folder / "gate"
         self.folder.mkdir()
-        text = SITECUSTOMIZE.format(folder=str(self.folder))
-        (self.folder / "sitecustomize.py").write_text(text)
+        (self.folder / "sitecustomize.py").write_text(SITECUSTOMIZE.format(folder=str(self.folder)))
         change_site(desk, environment={"PYTHONPATH": f"{self.folder}:{ROOT}"})
 
     def wait(self) -> None:

@@ -224,5 +224,4 @@ def _write_metrics(run_directory, run, perplexity):
                     "tokens": 5_000,
                 }
             )
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (run_directory / "metrics.jsonl").write_text(text)
+    (run_directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

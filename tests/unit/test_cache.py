@@ -69,8 +69,7 @@ def test_memory_is_constant_in_the_length_of_the_text(piece, length):
     most = most_rows * 2 * 2 * WIDTH * 8 + 2**12
     sizes = {n: kept[n // piece - 1] for n in (length // 16, length // 4, length)}
     assert all(each.device + each.host <= most for each in sizes.values())
-    full = sum(x.nbytes for x in texts[1:])
-    assert most < full * {1: 0.8, 200: 0.14}[piece]
+    assert most < sum(x.nbytes for x in texts[1:]) * {1: 0.8, 200: 0.14}[piece]
 
 
 def test_a_query_for_a_key_on_the_host_brings_it_back():

@@ -138,5 +138,4 @@ def test_ctrl_c_while_a_command_starts_shows_no_traceback(request, tmp_path, nam
     chosen = random.Random(15)
     for _ in range(MOMENTS if is_torture else MOMENTS // 5):
         moment = chosen.randint(1, imports)
-        found = ended_at(name, words, moment, tmp_path / "unread")
-        assert found == (130, "interrupted\n"), moment
+        assert ended_at(name, words, moment, tmp_path / "unread") == (130, "interrupted\n"), moment
