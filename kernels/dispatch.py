@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -169,16 +170,19 @@ def attention(
     elif (refusal := _refusal(backend, call)) is not None:
         raise ValueError(f"attention backend {backend} cannot serve: {refusal}. Choose auto")
     arguments = (q_SBHD, k_SBGD, v_SBGD, bias, scale, dropout_p)
-    if backend == "triton":
-        # Imported here because triton may not be installed.
-        from pretrain.kernels.flash.launch import attention_triton
+    autocasts = not q_SBHD.is_meta and torch.is_autocast_enabled(q_SBHD.device.type)
+    # Autocast would round the bias with the mask, and give the output another dtype than q has.
+    with torch.autocast(q_SBHD.device.type, enabled=False) if autocasts else nullcontext():
+        if backend == "triton":
+            # Imported here because triton may not be installed.
+            from pretrain.kernels.flash.launch import attention_triton
 
-        return attention_triton(*arguments, skip, document_starts=document_starts)
-    if backend == "folded":
-        return folded.attention_folded(*arguments)
-    if backend == "scored":
-        return scored.attention_scored(*arguments, document_starts)
-    return sdpa.attention_sdpa(*arguments, document_starts, skip)
+            return attention_triton(*arguments, skip, document_starts=document_starts)
+        if backend == "folded":
+            return folded.attention_folded(*arguments)
+        if backend == "scored":
+            return scored.attention_scored(*arguments, document_starts)
+        return sdpa.attention_sdpa(*arguments, document_starts, skip)
 
 
 @cache

@@ -190,11 +190,13 @@ def tiles_left_out(
     position = torch.arange(num_keys - len(q_SBHD), num_keys, device=q_SBHD.device)
     floor = _floors(q_SBHD, k_SBGD, slopes.float(), scale, document_starts)
     needed = NEEDED + ABSOLUTE_SLACK + (math.log(2) if two_sided else 0)
-    spare = floor - floor.abs() * RELATIVE_SLACK - needed
+    reach = row_norms(q_SBHD) * (abs(scale) * NORM_SLACK)
+    # Scores over near keys round by a share of the product of norms, which may cancel in the floor.
+    near = row_norms(k_SBGD).amax(2, keepdim=True).repeat_interleave(shared, dim=1)
+    spare = floor - (floor.abs() + reach * near) * RELATIVE_SLACK - needed
     # Fill up the incomplete block with queries that never restrict the result.
     after = -len(q_SBHD) % queries
     fill = (0, after) if blocks_from_first else (after, 0)
-    reach = row_norms(q_SBHD) * (abs(scale) * NORM_SLACK)
     spare, reach, own_key, own_value = (
         torch.unflatten(pad(x, fill, value=filler), 2, (-1, queries))
         for x, filler in ((spare, math.inf), (reach, 0), (own_key, math.inf), (own_value, math.inf))
@@ -316,10 +318,10 @@ def _floors(
 def has_values(q_SBHD: Tensor, slopes: Tensor) -> bool:
     """Return True if it can be decided from the values which keys matter.
 
-    The gradient of slopes needs every distance, and fake tensors have no values.
+    The gradient of slopes needs every distance, and fake and meta tensors have no values.
     """
     trained = slopes.requires_grad and torch.is_grad_enabled()
-    return not trained and not isinstance(q_SBHD, FakeTensor)
+    return not (trained or isinstance(q_SBHD, FakeTensor) or q_SBHD.is_meta)
 
 
 def row_norms(x_SBHD: Tensor) -> Tensor:

@@ -230,6 +230,19 @@ def test_bound_holds_at_position_16_million():
     assert 0.9 < weights[distance >= length - most].sum() * 2**24 < 1
 
 
+def test_a_floor_whose_products_cancel_is_not_too_high():
+    """In fp32 a sum that is exactly 0 rounds by a share of the product of norms."""
+    a, b = torch.randint(8000, 16000, (2, 500), generator=torch.Generator().manual_seed(0)).float()
+    q = torch.stack((a, b), dim=1)[None, None]
+    k = torch.zeros(32, 1, 500, 2)
+    k[-1] = torch.stack((-b, a), dim=1)
+    own = k[-1].norm(dim=2)[..., None], torch.ones(1, 500, 1)
+    longest, half = (torch.zeros(1, 500, 4096),) * 2, torch.full((500,), 0.5)
+    left = tiles_left_out(q, k, own, longest, half, 0.7, 1, 4096, False)
+    # The scores of all keys are 0, so this is the share of the row's weight.
+    assert (0.5 * (4096 - left)).min() > NEEDED
+
+
 def test_the_running_bound_of_a_masked_model_holds():
     """Each side may have half of the weight that is left out."""
     q, ones = torch.zeros(65, 1, 1, 1), torch.ones(65, 1, 1, 1)
