@@ -50,7 +50,7 @@ class Reach:
 
     config: RunConfig
     slopes: Tensor
-    """[H]."""
+    """What each layer's heads have."""
     certificate: Tensor
     """For any text."""
     seen: Seen | None
@@ -96,7 +96,7 @@ class Reach:
             [str(layer), str(head), f"{float(slope):.4g}"]
             + [_tokens(float(column[layer, head])) for column in columns]
             for layer in range(len(self.certificate))
-            for head, slope in enumerate(self.slopes)
+            for head, slope in enumerate(self.slopes[layer])
         ]
         title = "Distance in tokens beyond which the keys of a row weigh less than 2^-24 together"
         text = "" if self.seen is None else f"\n{self._on_text()}"
@@ -194,8 +194,8 @@ class Reach:
 
     def figure(self) -> dict[str, bytes]:
         """Return the figure by format: distance against slope, a panel for each kind."""
-        heads = [h for h, slope in enumerate(self.slopes) if slope > 0]
-        steep = [-math.log2(self.slopes[h]) for h in heads]
+        is_shown = self.slopes > 0
+        steep = self.slopes[is_shown].log2().neg().tolist()
         kinds = {CERTIFICATE: self.certificate}
         if self.seen is not None:
             kinds |= {RUNNING: self.seen.farthest, MEASURED: self.seen.measured}
@@ -203,8 +203,8 @@ class Reach:
             Line(
                 name[:1].upper() + name[1:],
                 f"{self.config.position.method}, layer {layer}",
-                [2.0**x for x in steep],
-                [Value(max(1.0, float(row[h])), math.nan, math.nan) for h in heads],
+                (1 / self.slopes[layer][is_shown[layer]]).tolist(),
+                [Value(max(1.0, x), math.nan, math.nan) for x in row[is_shown[layer]].tolist()],
             )
             for name, reach in kinds.items()
             for layer, row in enumerate(reach)

@@ -478,7 +478,7 @@ def _build_chunk(
     # A submodule, so that its parameters are trained and have names ("position.*").
     model.position = position
     if rope.inverse_frequencies is not None:
-        found = rope.inverse_frequencies(config.position.rotated_channels(config))
+        found = rope.inverse_frequencies(2 * len(model.rotary_pos_emb.inv_freq))
         model.rotary_pos_emb.inv_freq = found.to(model.rotary_pos_emb.inv_freq)
     if config.position.rope() is not None and config.parallel.context_parallel_size > 1:
         _rotate_own_part(model)

@@ -117,9 +117,10 @@ def check_reach(config: RunConfig) -> None:
 
 
 def slopes_of(chunk: GPTModel) -> Tensor:
-    """Return the current slopes of this rank's heads, fp64 [H] on the CPU; see `check_reach`."""
-    terms = chunk.position.score_terms(next(chunk.parameters()).device, 0)
-    return terms["slopes"].detach().double().cpu()  # type: ignore[no-any-return]
+    """Return the slopes of this rank's heads, fp64 [layers, H] on the CPU; see `check_reach`."""
+    device = next(chunk.parameters()).device
+    found = [layer.self_attention.core_attention.slopes(device) for layer in chunk.decoder.layers]
+    return torch.stack(found).detach().double().cpu()
 
 
 def reach_of(gap: Tensor, slopes: Tensor, num_keys: int, two_sided: bool) -> Tensor:
@@ -162,11 +163,11 @@ def seen(config: RunConfig, chunk: GPTModel, ids: Tensor, done: Callable[[], obj
         ids: Token ids, int64 [S].
         done: Called after each layer.
     """
-    slopes = slopes_of(chunk)
+    of_layers = slopes_of(chunk)
     found: list[Seen] = []
 
     def look(core: Any, arguments: tuple[Any, ...]) -> None:
-        query, key, value = arguments[:3]
+        (query, key, value), slopes = arguments[:3], of_layers[len(found)]
         key, value = (x.repeat_interleave(len(slopes) // x.shape[2], 2) for x in (key, value))
         scale = query.shape[3] ** -0.5
         found.append(_seen(query, key, value, slopes, scale, config.is_masked))

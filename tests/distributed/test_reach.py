@@ -97,7 +97,7 @@ def test_what_is_measured_on_a_text_is_the_mass_of_its_worst_row(pools, name):
     for layer, (query, key) in enumerate(projections):
         key = key.repeat_interleave(8 // key.shape[2], dim=2)
         scores = torch.einsum("qhd,khd->hqk", query[:, 0].double(), key[:, 0].double()) / 12**0.5
-        scores = scores - slopes[:, None, None] * distance.abs()
+        scores = scores - slopes[layer][:, None, None] * distance.abs()
         if not config.is_masked:
             scores = scores.where(distance >= 0, -math.inf)
         weights_of = scores.softmax(2)
@@ -120,6 +120,9 @@ def look(config: RunConfig, state: dict[str, Tensor], ids: Tensor) -> Any:
     """What a model's heads see of a text, its queries and keys, certificates and slopes."""
     _, (chunk,) = _build_model_with(config, state)
     chunk.eval()
+    # As a method may have it: other slopes in each layer.
+    terms = chunk.position.score_terms
+    chunk.position.score_terms = lambda *at: {"slopes": terms(*at)["slopes"] / (1 + at[1])}
     projections: list[Any] = []
     for layer in chunk.decoder.layers:
         layer.self_attention.core_attention.register_forward_pre_hook(

@@ -19,7 +19,7 @@ from pretrain.config import RunConfig, load_config
 from pretrain.config.errors import ConfigError, Refusal
 from pretrain.model.gpt import build_model
 from pretrain.plan.memory import Activations, attention_backend
-from pretrain.positions.base import METHODS, PositionMethod
+from pretrain.positions.base import METHODS, PositionMethod, Rope
 from pretrain.topology import initialize
 from tests.conftest import tiny_config
 from tests.end_to_end import commands
@@ -189,6 +189,10 @@ def test_nothing_that_it_says_of_embeddings_and_initial_values_is_ignored(monkey
     embedding = build_model(config)[0].eval().embedding
     expected = embedding.word_embeddings(ids) + ids[..., None]
     assert torch.equal(embedding(ids, ids), expected.transpose(0, 1))
+    monkeypatch.setattr(Toy, "embedded", PositionMethod.embedded)
+    own = Rope(10_000.0, 0.5, lambda channels: torch.arange(channels / 2))
+    monkeypatch.setattr(Toy, "rope", lambda _: own)
+    assert build_model(config)[0].rotary_pos_emb.inv_freq.tolist() == [0, 1, 2]
     for name, size, said in (
         ("toy_slope", 8, "Toy.initial_values: position.toy_slope is not among its `tensors`: pos"),
         ("toy_slopes", 9, ".toy_slopes has the shape (9,), and in `tensors` the shape (8,)"),
