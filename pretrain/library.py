@@ -1,8 +1,9 @@
 """What `import pretrain` offers: train, evaluate, export and import models, and the attention.
 
 Each function does what the command of its name does, in this process, and returns what the command
-prints. Under torchrun or srun every process calls it, and they share the work. torch is imported
-when a function is first called, or `attention` first named.
+prints. Under torchrun or srun every process calls it: they share the work of train and evaluate,
+and the first one does that of the others. A process group that the caller has made is used, and
+left in the end. torch is imported when a function is first called, or `attention` first named.
 """
 
 from __future__ import annotations
@@ -70,9 +71,10 @@ def build_data(config: RunConfig, workers: int = 1) -> None:
     Raises:
         ConfigError: The corpus or its description is wrong.
     """
+    from pretrain import topology
     from pretrain.data.build import build
 
-    build(config, workers)
+    topology.on_first(lambda: build(config, workers))
 
 
 def train(config: RunConfig, resume: str = "auto", allowed: Collection[str] = ()) -> TrainResult:
@@ -163,12 +165,15 @@ def export_model(
         ConfigError: No transformers class can hold the model, or the checkpoint is damaged.
         RunFailed: The exported model computes something else.
     """
+    from pretrain import topology
     from pretrain.huggingface.export import export_source
 
-    given = _overrides(settings)
+    source, directory, given = Path(source), Path(directory), _overrides(settings)
     wanted = _listed(programs)
-    export_source(Path(source), Path(directory), max_length, overrides=given, programs=wanted)
-    return Path(directory)
+    topology.on_first(
+        lambda: export_source(source, directory, max_length, overrides=given, programs=wanted)
+    )
+    return directory
 
 
 def import_model(
@@ -188,10 +193,11 @@ def import_model(
         ConfigError: The folder is damaged, or our model cannot hold its model.
         RunFailed: Our model computes something else.
     """
+    from pretrain import topology
     from pretrain.huggingface.import_model import import_folder
     from pretrain.rundir.paths import RunPaths
 
-    import_folder(Path(folder), Path(directory), _overrides(settings))
+    topology.on_first(lambda: import_folder(Path(folder), Path(directory), _overrides(settings)))
     return _load_config(RunPaths(Path(directory)).config)
 
 

@@ -448,6 +448,9 @@ def prepare(local_rank: int) -> None:
     """
     make_caches_private()
     _select_device(local_rank)
+    # A run computes what its config says, whatever the caller or a container's variables have set.
+    torch.set_default_dtype(torch.float32)
+    torch.set_float32_matmul_precision("highest")
     if not has_cuda():
         os.environ["DS_ACCELERATOR"] = "cpu"
     # Imported here because DeepSpeed chooses its accelerator from the environment on import.

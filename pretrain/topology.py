@@ -181,7 +181,11 @@ class Process:
                 directory,
                 _slurm_start(),
             )
-        return Process(0, 1, 0, "127.0.0.1", 0)
+        return ALONE
+
+
+ALONE = Process(0, 1, 0, "127.0.0.1", 0)
+"""A process of its own, whatever its environment says."""
 
 
 def meet(peer: Process, seconds: float) -> Store:
@@ -526,10 +530,7 @@ def initialize(config: RunConfig, process: Process | None = None) -> Topology:
             # Half of the limit after which the watchdog ends a start, so that the error is printed
             # first.
             seconds = config.recovery.startup_seconds / 2
-            if process not in _STORES:
-                _STORES[process] = meet(process, min(COLLECTIVE_TIMEOUT.total_seconds(), seconds))
-            shared = _STORES[process]
-            shared.set_timeout(COLLECTIVE_TIMEOUT)
+            shared = _met(process, seconds)
             dist.init_process_group(
                 platform.backend(),
                 # The name begins as that of a store that init_process_group makes itself.
@@ -556,6 +557,14 @@ def initialize(config: RunConfig, process: Process | None = None) -> Topology:
         parallel_state.get_data_parallel_rank(),
         parallel_state.get_context_parallel_rank(),
     )
+
+
+def _met(process: Process, seconds: float) -> Store:
+    """Return the store of all processes, which meet within some seconds at the first call."""
+    if process not in _STORES:
+        _STORES[process] = meet(process, min(COLLECTIVE_TIMEOUT.total_seconds(), seconds))
+        _STORES[process].set_timeout(COLLECTIVE_TIMEOUT)
+    return _STORES[process]
 
 
 def replica_group() -> dist.ProcessGroup:
@@ -619,6 +628,39 @@ def on_main(topology: Topology, function: Callable[[], T], kind: Any = NoneType)
     if problem is not None:
         raise problem
     return cast(T, result)
+
+
+def on_first(function: Callable[[], None]) -> None:
+    """Call a function that needs one process on the first one; the others wait for its end.
+
+    Unlike `on_main`, it needs no process group and no limit of time: to build data takes hours.
+
+    Raises:
+        ConfigError, RunFailed: on every process, if `function` raised it on the first one.
+    """
+    process = Process.from_environment()
+    if process.world_size == 1:
+        return function()
+    # A run that failed has left a group of all processes.
+    finish()
+    problem = None
+    store = PrefixStore(f"first/{next(_GROUPS)}", _met(process, COLLECTIVE_TIMEOUT.total_seconds()))
+    if process.rank == 0:
+        try:
+            function()
+        except (ConfigError, RunFailed) as error:
+            problem = error
+        store.set("end", to_json(_told(problem)).decode())
+    else:
+        while not store.check(["end"]):
+            time.sleep(LONGEST_PAUSE_SECONDS)
+        problem = _error(adapter(_Told).validate_json(store.get("end")))
+    # The first process may end after this, and the store with it: not before all have read there.
+    store.add("read", 1)
+    while process.rank == 0 and store.add("read", 0) < process.world_size:
+        time.sleep(FIRST_PAUSE_SECONDS)
+    if problem is not None:
+        raise problem
 
 
 def gather(own: T, kind: Any) -> list[T]:

@@ -202,7 +202,7 @@ def recorded_logits(
     with tempfile.TemporaryDirectory(prefix=".logits-", dir=folder) as kept:
         files: dict[bytes, str] = {}
         release_memory()
-        topology.initialize(config)
+        topology.initialize(config, topology.ALONE)
         try:
             chunks = build_model(config)
             load_weights(checkpoint, chunks)

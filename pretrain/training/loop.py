@@ -116,7 +116,9 @@ def train(
         while not run.is_over:
             run = _next_phase(run, streams)
             _train_steps(run)
-        return _end(run)
+        code = _end(run)
+        run.release()
+        return code
 
 
 def _next_phase(run: Run, streams: Streams) -> Run:

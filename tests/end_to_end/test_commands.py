@@ -401,22 +401,38 @@ def test_config_prints_what_loads_again(tmp_path, config):
     assert f"{512 * 32 + 3 * (12 * 32**2 + 2 * 32) + 32:,}" in done.out
 
 
-TWO_CALLS = """
-import sys
-import pretrain
-result = pretrain.train(pretrain.load_config(sys.argv[1], sys.argv[2:]))
+CALLS = """
+import gc, sys
+import pretrain, torch
+torch.set_default_dtype(torch.float64)
+config = pretrain.load_config(sys.argv[1], sys.argv[2:])
+pretrain.build_data(config)
+result = pretrain.train(config)
+gc.collect()
+left = sum(isinstance(x, torch.nn.Parameter) for x in gc.get_objects())
+hf = pretrain.export_model(result.directory, result.directory / "hf")
+imported = pretrain.import_model(hf, result.directory.with_name("imported"))
 [record, *_] = pretrain.evaluate(result.directory, protocols="nonoverlapping")
-print("measured", record["perplexity"])
+print("measured", record["perplexity"], left, hf.is_dir(), imported.model.num_layers)
+try:
+    pretrain.export_model(result.directory, hf)
+except pretrain.ConfigError as error:
+    print("refused", error)
 """
 
 
-def test_ranks_call_the_library_one_function_after_another(workspace, config):
-    """Each call joins the processes anew, at a store that the call before has used."""
+def test_ranks_call_the_library_one_function_after_another(workspace, config, whole):
+    """Each call joins the processes anew, at a store that the call before has used.
+
+    What needs one process is done by the first one, and the others wait.
+    """
     script, run = workspace / "calls.py", workspace / "runs/calls"
-    script.write_text(TWO_CALLS)
+    script.write_text(CALLS)
     on_two = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", script, config]
     done = succeeded(forked([*map(str, on_two), f"run.directory={run}", "train.num_steps=2"]))
-    [first, second] = re.findall(r"measured (\S+)", done.out)
+    [first, second] = re.findall(r"measured (\S+) 0 True 2", done.out)
+    assert len(re.findall(f"refused .*{run}/hf", done.out)) == 2, done.out
     succeeds("evaluate", run, "--protocols", "nonoverlapping", "--out", workspace / "calls.json")
     [record, *_] = json.loads((workspace / "calls.json").read_text())["records"]
     assert first == second and float(first) == pytest.approx(record["perplexity"], rel=1e-5)
+    assert losses(run) == pytest.approx(losses(whole[0])[:2], rel=1e-5)

@@ -18,6 +18,7 @@ import io
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from itertools import chain, islice, starmap
 from pathlib import Path
@@ -119,7 +120,11 @@ def _lock(folder: BuildFolder) -> int:
             continue
         if not lock_alone(descriptor):
             os.close(descriptor)
-            owner = from_json(Owner, read_json(path)) or Owner()
+            owner = from_json(Owner, read_json(path))
+            if owner is None:
+                # The builder that has just taken the lock is about to write who it is.
+                time.sleep(0.1)
+                continue
             raise ConfigError(
                 f"{folder.path}: this data set is being built by {owner}. Wait for its end, or end "
                 f"it (kill {owner.pid} on {owner.host}); what it has finished is kept"
