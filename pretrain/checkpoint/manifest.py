@@ -413,9 +413,10 @@ def _read_manifest(checkpoint: Path) -> Manifest:
 def _check_files(checkpoint: Path, sizes: Mapping[str, int]) -> None:
     """Check that the directory holds the files that the manifest lists, and no others."""
     names = sizes.keys()
-    # NFS clients rename a file that is removed while it is open to a name of this form.
+    # NFS clients rename a file that is removed while it is open to a name of this form. A store's
+    # folder of a checkpoint also has records of its run.
     found = {name for name in os.listdir(checkpoint) if not name.startswith(".nfs")}
-    if unlisted := found - names - {MANIFEST}:
+    if unlisted := found - names - {MANIFEST, "metrics.jsonl", "run.json"}:
         raise _damaged(
             checkpoint / ascii(min(unlisted))[1:-1],
             "not a file of this checkpoint: the manifest does not list it",

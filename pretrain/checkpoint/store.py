@@ -249,9 +249,9 @@ class Store:
         """
         opened = open_checkpoint(checkpoint)
         name = stored_name(opened.lineage)
-        if self.stored(name) is not None:
-            return
         sizes = self._sizes(name)
+        if self.stored(name) is not None and opened.files.items() <= sizes.items():
+            return
         missing = [f for f in opened.index.files if sizes.get(f.name) != f.bytes]
         with ThreadPoolExecutor(NUM_THREADS) as pool:
             list(pool.map(lambda record: self._send_file(name, checkpoint, record), missing))

@@ -240,7 +240,10 @@ def _verified(source: Path) -> Iterator[tuple[object, list[str], int]]:
     """Yield each checkpoint on the disk, its problems, and its size in bytes."""
     named = named_by_step(RunPaths(source).checkpoints)
     for path in named or [find_checkpoint(source)]:
-        yield path, *verify_checkpoint(path)
+        result = verify_checkpoint(path)
+        # Retention may have deleted it in the meantime.
+        if path.exists():
+            yield path, *result
 
 
 def _verified_in_store(url: str) -> Iterator[tuple[object, list[str], int]]:
@@ -318,6 +321,9 @@ def prune(run: Path, policy: Policy) -> list[Path]:
         raise RunFailed(
             f"{newest}: {problems[0]}, so nothing was deleted. Prune when the newest is good"
         )
+    # An attempt may have begun, and left that checkpoint or made others, while it was verified.
+    check_free(run)
+    old = [path for path in prunable(run, policy)[1] if path in old]
     deleted = []
     for path in old:
         with writing(path), unheld(path) as is_unheld:
@@ -348,6 +354,6 @@ def upload_run(run: Path, url: str | None) -> list[str]:
     path = RunPaths(run).newest_config()
     if url is None and path is not None:
         url = load_config(path).checkpoint.upload_to
-    if url is None:
+    if url is None or not is_url(url):
         raise ConfigError(f"{run}: its config has no checkpoint.upload_to. Give a URL with --to")
     return Rounds(run, Store(url), may_go_back=False).upload()

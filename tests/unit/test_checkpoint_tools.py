@@ -109,12 +109,16 @@ def test_prune_deletes_by_the_rules_when_it_is_told_to(line, tmp_path):
     assert complete_checkpoints(run) == [c.path for c in line[1:]]
 
 
-def test_prune_keeps_everything_when_the_newest_is_damaged_or_the_run_is_trained(line, tmp_path):
-    run = tmp_path / "run"
-    attempt = Attempt.begin(run)
-    with pytest.raises(RunBusy):
-        prune(run, Policy(1))
-    attempt.end("stopped", 80, "test", 8)
+def test_prune_keeps_all_if_the_newest_is_damaged_or_the_run_is_held(line, tmp_path, monkeypatch):
+    run, held = tmp_path / "run", []
+    # An attempt begins while the newest is verified.
+    verified = "pretrain.checkpoint.tools.verify_checkpoint"
+    monkeypatch.setattr(verified, lambda _: (held.append(Attempt.begin(run)) or [], 0))
+    for _ in range(2):
+        with pytest.raises(RunBusy):
+            prune(run, Policy(1))
+    monkeypatch.undo()
+    held[0].end("stopped", 80, "test", 8)
     flip(line[3].path / "rank-00001.safetensors", 5000)
     with pytest.raises(RunFailed, match=r"DAMAGED: rank-00001.*nothing was deleted"):
         prune(run, Policy(1))

@@ -125,6 +125,10 @@ def test_an_object_that_is_cut_off_is_noticed_before_the_manifest_is_sent(tmp_pa
         faults.cut_at = None
         store.upload(first.path)
         assert store.verify(store.checkpoints()[0]) == []
+    # An uploader that is killed beside another one leaves it so: with a manifest.
+    next(tmp_path.glob(f"store{number}/*/rank-00001*")).write_bytes(b"")
+    store.upload(first.path)
+    assert store.verify(store.checkpoints()[0]) == []
 
 
 def test_what_is_damaged_on_the_disk_is_not_sent(tmp_path):
