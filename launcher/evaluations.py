@@ -199,7 +199,9 @@ def submit_waiting(run: Path, plan: Plan, waiting: list[str]) -> None:
 def _submit(run: Path, plan: Plan, name: str, delay_seconds: int) -> None:
     """Submit the evaluation job of one checkpoint, and record it in RUN/jobs.jsonl."""
     job = plan.job(run, *slurm_job.launcher_command("evaluation", str(run), name))
-    job = dataclasses.replace(job, delay_seconds=delay_seconds)
+    if delay_seconds:
+        # A name of its own, because Slurm holds back later jobs of the name until it has begun.
+        job = dataclasses.replace(job, delay_seconds=delay_seconds, name=f"{job.name}-again")
     with writing(job.logs):
         make_directory(job.logs)
     job_id = job.submit()
@@ -416,8 +418,7 @@ def run_job(run: Path, name: str) -> int:
         # A directory that no other evaluation has.
         environment = {"PRETRAIN_RENDEZVOUS": str(out.parents[1])}
         command = [*python, *evaluate, "--out", str(out)]
-        log = paths.evaluation_log(name)
-        return SrunRanks(job.step(), command, job_id, name, environment, log)
+        return SrunRanks(job.step(), command, job_id, name, environment, paths.evaluation_log(name))
 
     # SIGUSR1 asks to save and start again. An evaluation has nothing to save, so it continues.
     with job_signals() as signals:

@@ -195,6 +195,8 @@ def test_what_cannot_be_evaluated_is_given_up_and_gets_a_new_chance_when_asked(d
         wait_for(lambda before=tries: len(read_jobs(desk.run)) > before)
         again = read_jobs(desk.run)[-1].job_id
         wait_for(lambda id=again: desk.state(id) == ("PENDING", "BeginTime"))
+        # Under the name of the others, it would hold these back.
+        assert desk.cluster.run("squeue", "-ho%j", "-j", again).stdout.endswith("-again\n")
         assert not desk.cluster.run("scontrol", "update", f"jobid={again}", "starttime=now").stderr
     # Until then Slurm has a job that evaluates the checkpoint.
     desk.cluster.wait_for_job(again, ["FAILED"])
