@@ -267,6 +267,9 @@ def run_command(module: str) -> None:
     """
     # What a run writes is readable by its owner and group only, as under the launcher.
     os.umask(0o027)
+    # Text may hold any letter, and the tokenizer's library names files in UTF-8 in any locale.
+    if sys.getfilesystemencoding() != "utf-8" and "utf8" not in sys._xoptions:
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     # Not above: they take most of the command's start, in which Ctrl-C would print a traceback.
     from pretrain.config import ConfigError, RunFailed
     from pretrain.config.arguments import expand_home
