@@ -86,7 +86,9 @@ These bounds are relative to the terms of which a gradient is the sum, and not t
 the terms may nearly cancel. The parts with |k_own| or 1 / N come from the weights that are dropped;
 the parts with w_ij come from the other weights, which are renormalized, and the changed output.
 
-**Rounding** always counts against skipping (the three SLACK constants). Heads whose slope is not
+**Rounding** always counts against skipping (the three SLACK constants), except that of scores in
+the own tiles whose products cancel: up to a |scale| |q| |k| of 10^5 it is below ABSOLUTE_SLACK, and
+beyond that, scores in fp32 are themselves wrong by more than this. Heads whose slope is not
 positive skip nothing. Rows that are not finite count as infinitely long, so every query that sees a
 NaN or an infinity visits its tile.
 
