@@ -90,7 +90,8 @@ class Plan(Section):
             tasks_per_node=self.tasks_per_node,
             time_limit=self.time_limit,
             # Jobs of one name and user run one after the other, so the evaluations of a run take at
-            # most one node from training, and runs do not wait for each other.
+            # most one node from training (and repeated ones another), and runs do not wait for each
+            # other.
             dependency="singleton",
         )
 

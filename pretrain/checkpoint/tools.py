@@ -355,5 +355,5 @@ def upload_run(run: Path, url: str | None) -> list[str]:
     if url is None and path is not None:
         url = load_config(path).checkpoint.upload_to
     if url is None or not is_url(url):
-        raise ConfigError(f"{run}: its config has no checkpoint.upload_to. Give a URL with --to")
+        raise ConfigError(f"{run}: no URL of a store. Give one with --to, like file:///directory")
     return Rounds(run, Store(url), may_go_back=False).upload()
