@@ -137,6 +137,7 @@ def test_half_precision_does_not_blur_far_keys():
     exact = attention_reference(q, k, v, slopes=slopes)
     with torch.autocast("cpu", torch.bfloat16):
         out = attention(q, k, v, slopes=slopes)
+    assert torch.equal(out, attention(q, k, v, slopes=slopes))
     error = (out.double() - exact).abs().mean(dim=(1, 2, 3))
     # An average over more keys is smaller, and so is its rounding, so the error must fall along the
     # sequence.
