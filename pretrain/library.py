@@ -4,7 +4,7 @@ Each function does what the command of its name does, in this process, and retur
 prints. Under torchrun or srun every process calls it: they share the work of train and evaluate,
 and the first one does that of the others. torch is imported when a function is first called, or
 `attention` first named. A function that computes with a model sets torch's default dtype to fp32
-and its precision of fp32 products to "highest", and leaves a process group that the caller has
+and its precision of fp32 products to "highest", and destroys a process group that the caller has
 made.
 """
 
