@@ -69,7 +69,11 @@ def accumulate_in_layers(chunks: list[GPTModel]) -> None:
     Args:
         chunks: This rank's model chunks.
     """
-    _install_stand_in()
+    # Also in place of an installed APEX, whose product would add to a stale buffer.
+    # wgrad_gemm_accum_fp16 is not needed: Megatron calls it only for 16-bit buffers.
+    layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(
+        wgrad_gemm_accum_fp32=lambda *given: add_weight_gradient(*given)
+    )
     for chunk in chunks:
         for module in chunk.modules():
             if not isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
@@ -194,17 +198,6 @@ def product(linear: Any, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
     else:
         out = nn.functional.linear(inputs, weight)
     return (out, bias) if linear.skip_bias_add or bias is None else (out + bias, None)
-
-
-def _install_stand_in() -> None:
-    """Register `add_weight_gradient` as APEX's extension for Megatron, unless APEX is installed."""
-    if layers._grad_accum_fusion_available:
-        return
-    extension = types.ModuleType("fused_weight_gradient_mlp_cuda")
-    # wgrad_gemm_accum_fp16 is not needed: Megatron calls it only for 16-bit buffers.
-    extension.wgrad_gemm_accum_fp32 = add_weight_gradient  # type: ignore[attr-defined]  # a stand-in
-    layers.fused_weight_gradient_mlp_cuda = extension
-    layers._grad_accum_fusion_available = True
 
 
 ELEMENTS_AT_ONCE = 2**24

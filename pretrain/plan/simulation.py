@@ -21,14 +21,12 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from megatron.core.fusions import fused_bias_dropout, fused_bias_gelu, fused_bias_swiglu
-from megatron.core.tensor_parallel import layers
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Work
 from torch._subclasses import FakeTensorMode
@@ -198,8 +196,7 @@ def _as_on_cuda(counter: Counter) -> Iterator[None]:
             *weight_gradients(counter),
             (nn.Module, "_apply", _apply),
         ):
-            # create: without Apex, Megatron's module does not have the name of its extension.
-            stack.enter_context(patch.object(owner, name, value, create=True))
+            stack.enter_context(patch.object(owner, name, value))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
@@ -375,9 +372,6 @@ def weight_gradients(counter: Counter) -> Iterator[Replacement]:
             counter.kernel(OpClass.MATMUL, "addmm", [*factors, main_grad], [main_grad])
 
     yield loss, "add_weight_gradient", add
-    extension = SimpleNamespace(wgrad_gemm_accum_fp32=add)
-    yield layers, "_grad_accum_fusion_available", True
-    yield layers, "fused_weight_gradient_mlp_cuda", extension
 
 
 # ---- Count the cost of one optimizer step for each pipeline stage of a run ----

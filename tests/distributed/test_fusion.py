@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import TestCase
 from unittest.mock import patch
@@ -67,6 +68,14 @@ def test_a_fused_model_trains_as_adamw_does(pools, layout):
     config = fused(steps_config(layers=layers, parallel=parallel))
     task = tasks.uncompiled, tasks.train_steps
     actual = pools(processes).run(*task, config, state, batches[:3])[0]
+    assert_losses_and_norms(actual, losses[:3], norms[:3])
+
+
+def test_an_installed_apex_is_left_aside(pools):
+    """Its product adds to the buffer without knowing our marks, and the gradients would be lost."""
+    config = fused(steps_config(parallel=ALL_LAYOUTS["tp2sp"][1]))
+    state, batches, losses, norms, _ = expected_steps()
+    actual = pools(2).run(tasks.uncompiled, steps_with_apex, config, state, batches[:3])[0]
     assert_losses_and_norms(actual, losses[:3], norms[:3])
 
 
@@ -276,6 +285,19 @@ def sum_of_weight_gradients(precision: str) -> tuple[Tensor, Tensor]:
         add_weight_gradient(inputs, grad_output, total)
         expected += grad_output.double().t() @ inputs.double()
     return total, expected
+
+
+def steps_with_apex(config: RunConfig, state: dict[str, Tensor], batches: list[Tensor]) -> Any:
+    """Train where Megatron has found APEX's extension, which NVIDIA's containers ship."""
+    from megatron.core.tensor_parallel import layers
+
+    def add(inputs: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+        main_grad.addmm_(grad_output.t(), inputs)
+
+    apex = SimpleNamespace(wgrad_gemm_accum_fp32=add)
+    found = {"_grad_accum_fusion_available": True, "fused_weight_gradient_mlp_cuda": apex}
+    with patch.multiple(layers, create=True, **found):
+        return tasks.train_steps(config, state, batches)
 
 
 def steps_with_the_product_of_a_gpu(
