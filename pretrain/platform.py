@@ -382,8 +382,10 @@ def patch_megatron_for_cpu() -> None:
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random
 
-    # pipeline_parallel/schedules.py counts tokens in torch.zeros(..., device="cuda").
-    schedules.torch = _TorchOnCpu()
+    # pipeline_parallel/schedules.py counts tokens in torch.zeros(..., device="cuda"). It gets a
+    # copy of the torch module in which zeros allocates on the CPU.
+    on_cpu = {"zeros": lambda *size, device, **kwargs: torch.zeros(*size, device="cpu", **kwargs)}
+    schedules.torch = types.SimpleNamespace(**{**vars(torch), **on_cpu})
     # tensor_parallel/random.py tracks states of the CUDA generator. Marked as initialized, because
     # Megatron would otherwise put its own tracker back.
     random._CUDA_RNG_STATE_TRACKER = _cpu_rng_tracker()
@@ -392,20 +394,6 @@ def patch_megatron_for_cpu() -> None:
     # the CPU generator, which is enough here.
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.empty(0)
     random._set_cuda_rng_state = lambda *args, **kwargs: None
-
-
-class _TorchOnCpu(types.ModuleType):
-    """The `torch` module, except that zeros(device="cuda") allocates on the CPU."""
-
-    def __init__(self) -> None:
-        super().__init__("torch")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    @staticmethod
-    def zeros(*size: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
-        return torch.zeros(*size, device="cpu" if device == "cuda" else device, **kwargs)
 
 
 def _cpu_rng_tracker() -> Any:
