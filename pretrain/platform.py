@@ -386,38 +386,31 @@ def patch_megatron_for_cpu() -> None:
     # copy of the torch module in which zeros allocates on the CPU.
     on_cpu = {"zeros": lambda *size, device, **kwargs: torch.zeros(*size, device="cpu", **kwargs)}
     schedules.torch = types.SimpleNamespace(**{**vars(torch), **on_cpu})
-    # tensor_parallel/random.py tracks states of the CUDA generator. Marked as initialized, because
-    # Megatron would otherwise put its own tracker back.
-    random._CUDA_RNG_STATE_TRACKER = _cpu_rng_tracker()
-    random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+    # tensor_parallel/random.py tracks states of the CUDA generator.
+    random.CudaRNGStatesTracker.add = _add_state
+    random.CudaRNGStatesTracker.fork = _fork_state
     # The same file saves and restores the CUDA generator around activation recomputation, beside
     # the CPU generator, which is enough here.
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.empty(0)
     random._set_cuda_rng_state = lambda *args, **kwargs: None
 
 
-def _cpu_rng_tracker() -> Any:
-    """Return a tracker like Megatron's CudaRNGStatesTracker that works on the CPU generator."""
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+def _add_state(tracker: Any, name: str, seed: int) -> None:
+    """Keep a named state of torch's CPU generator, for Megatron's CudaRNGStatesTracker."""
+    tracker._is_initialized = True
+    tracker.states_[name] = torch.Generator().manual_seed(seed).get_state()
 
-    class CpuRngTracker(CudaRNGStatesTracker):  # type: ignore[misc]  # Megatron ships no types
-        """Keep named states of torch's CPU generator, each restored while it is forked."""
 
-        def add(self, name: str, seed: int) -> None:
-            self._is_initialized = True
-            self.states_[name] = torch.Generator().manual_seed(seed).get_state()
-
-        @contextlib.contextmanager
-        def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-            outside = torch.get_rng_state()
-            torch.set_rng_state(self.states_[name])
-            try:
-                yield
-            finally:
-                self.states_[name] = torch.get_rng_state()
-                torch.set_rng_state(outside)
-
-    return CpuRngTracker()
+@contextlib.contextmanager
+def _fork_state(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
+    """Let torch's CPU generator go on from a named state in this context."""
+    outside = torch.get_rng_state()
+    torch.set_rng_state(tracker.states_[name])
+    try:
+        yield
+    finally:
+        tracker.states_[name] = torch.get_rng_state()
+        torch.set_rng_state(outside)
 
 
 # ---- Set this process up: its device, DeepSpeed, Megatron and the random generators ----
