@@ -456,30 +456,22 @@ def _select_device(local_rank: int) -> None:
     os.environ["LOCAL_RANK"] = str(local_rank)
 
 
-def seed_generators(seed: int, tensor_parallel_rank: int) -> None:
+def seed_generators(seed: int) -> None:
     """Seed torch's default generator and Megatron's tracked generators.
 
     The default generator gets the same seed on all tensor ranks, for dropout on replicated
     activations. The tracked "model-parallel-rng" gets another one on each, for dropout on
-    activations that are split over tensor ranks.
+    activations that are split over tensor ranks. Megatron's parallel_state says which rank this is.
 
     Args:
         seed: The seed; the same on all tensor ranks.
-        tensor_parallel_rank: The tensor rank of this process.
     """
     from megatron.core.tensor_parallel import random
 
-    if has_cuda():
-        torch.cuda.manual_seed(seed)
-        random.model_parallel_cuda_manual_seed(seed)
-        return
-    # The same names and offset as model_parallel_cuda_manual_seed
-    # (megatron/core/tensor_parallel/random.py).
-    torch.default_generator.manual_seed(seed)
-    tracker = random.get_cuda_rng_tracker()
-    tracker.reset()
-    tracker.add("data-parallel-rng", seed)
-    tracker.add("model-parallel-rng", seed + 2718 + tensor_parallel_rank)
+    # Megatron calls torch.cuda.manual_seed, which does nothing without CUDA.
+    if not has_cuda():
+        torch.default_generator.manual_seed(seed)
+    random.model_parallel_cuda_manual_seed(seed)
 
 
 # ---- queue ----

@@ -548,7 +548,7 @@ def initialize(config: RunConfig, process: Process | None = None) -> Topology:
         distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
         create_gloo_process_groups=False,
     )
-    platform.seed_generators(config.run.seed, parallel_state.get_tensor_model_parallel_rank())
+    platform.seed_generators(config.run.seed)
     return Topology(
         process.rank,
         layout,

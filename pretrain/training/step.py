@@ -378,7 +378,7 @@ def seed_step(config: RunConfig, topology: Topology, step: int) -> None:
         return
     key = f"{config.run.seed}/{step}/{topology.replica}/{topology.pipeline_rank}"
     digest = hashlib.sha256(key.encode()).digest()
-    platform.seed_generators(int.from_bytes(digest[:4], "little") >> 1, topology.tensor_rank)
+    platform.seed_generators(int.from_bytes(digest[:4], "little") >> 1)
 
 
 def _mean_loss(token_losses: Tensor) -> tuple[Tensor, Tensor]:
