@@ -69,14 +69,6 @@ class BuildFolder:
         directory = Path(os.path.realpath(directory))
         return BuildFolder(directory.with_name(f".building-{directory.name}"))
 
-    def final(self, stage: Stage, rank: int) -> Path:
-        """Return the folder of a task's output."""
-        if stage == "scan":
-            return self.scan(rank)
-        if stage == "compare":
-            return self.compare(rank)
-        return self.tokens(*load_token_tasks(self)[rank][:2])
-
     def scan(self, task: int) -> Path:
         """Return the folder of a task's output in the scan stage."""
         return self.path / "scan" / f"{task:06d}"

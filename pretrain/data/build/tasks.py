@@ -133,20 +133,20 @@ class Work:
         return skip
 
 
-def do_task(folder: BuildFolder, stage: Stage, rank: int) -> None:
+def do_task(folder: BuildFolder, stage: Stage, rank: int, final: Path) -> None:
     """Do a task, and publish its output.
 
     Args:
         folder: The build.
         stage: The stage.
         rank: The number of the task in the stage.
+        final: The folder in which its output is published.
 
     Raises:
         ConfigError: The text or the tokenizer cannot be used.
         RunFailed: A file cannot be read or written.
     """
     work = None if stage == "compare" else Work(folder, stage, rank)
-    final = folder.final(stage, rank)
     with writing(folder.path):
         clear(final)
         with output(final) as (path, record):
@@ -448,21 +448,21 @@ def run_locally(folder: BuildFolder, stage: Stage, finals: list[Path], workers: 
     Raises:
         RunFailed: A worker was killed. Errors of tasks are raised as they are.
     """
-    ranks = undone(finals)
+    tasks = [(rank, finals[rank]) for rank in undone(finals)]
     # disable=None draws the bar on a terminal and nothing into a log file.
-    bar = tqdm(desc=stage, total=len(finals), initial=len(finals) - len(ranks), disable=None)
-    if min(workers, len(ranks)) <= 1:
+    bar = tqdm(desc=stage, total=len(finals), initial=len(finals) - len(tasks), disable=None)
+    if min(workers, len(tasks)) <= 1:
         with bar:
-            for rank in ranks:
-                do_task(folder, stage, rank)
+            for task in tasks:
+                do_task(folder, stage, *task)
                 bar.update()
         return
-    count = min(workers, len(ranks))
+    count = min(workers, len(tasks))
     with bar, _workers(count, folder, stage) as pipes:
         try:
-            for pipe, rank in zip(pipes, ranks):
-                pipe.send(rank)
-            waiting = deque(ranks[count:])
+            for pipe, task in zip(pipes, tasks):
+                pipe.send(task)
+            waiting = deque(tasks[count:])
             while pipes:
                 ready = wait(pipes)
                 for pipe in [each for each in pipes if each in ready]:
@@ -483,7 +483,7 @@ def run_locally(folder: BuildFolder, stage: Stage, finals: list[Path], workers: 
 
 @contextlib.contextmanager
 def _workers(count: int, folder: BuildFolder, stage: Stage) -> Iterator[list[Connection]]:
-    """Start processes that do the tasks whose numbers are sent to them, and answer each.
+    """Start processes that do the tasks sent to them, (number, folder of output), and answer each.
 
     Only pipes are used: a ProcessPoolExecutor has semaphores, which a builder that is stopped
     leaves behind with a warning.
@@ -523,9 +523,9 @@ def _work(builder: Connection, tasks: Connection, folder: BuildFolder, stage: St
     threading.Thread(target=end_with_builder, daemon=True).start()
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
-            rank, failed = tasks.recv(), None
+            task, failed = tasks.recv(), None
             try:
-                do_task(folder, stage, rank)
+                do_task(folder, stage, *task)
             except Exception as error:
                 # A pipe carries no traceback.
                 error.add_note(traceback.format_exc())
