@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
@@ -45,16 +46,13 @@ class Origins:
         record = build_record(stream.data_set, stream.manifest)
         self._tasks: list[Any] = record["tasks"]
         self._digests: dict[str, tuple[int, str]] = record["files"]
-        # (corpus, task) in the order of the stream, and the first token of each.
-        self._written: list[tuple[str, int]] = []
-        self._starts: list[int] = []
-        position = 0
+        tokens: dict[tuple[str, int], int] = {}
         for shard in stream.manifest.shards:
-            if (shard.corpus, shard.task) not in self._written[-1:]:
-                self._written.append((shard.corpus, shard.task))
-                self._starts.append(position)
-            position += shard.tokens
-        self._starts.append(position)
+            key = shard.corpus, shard.task
+            tokens[key] = tokens.get(key, 0) + shard.tokens
+        # (corpus, task) in the order of the stream, and the first token of each.
+        self._written = list(tokens)
+        self._starts = list(accumulate(tokens.values(), initial=0))
 
     def excerpts(self, start: int, count: int) -> Iterator[Excerpt]:
         """Yield the parts of documents in tokens [start, start + count), in order.
