@@ -300,13 +300,8 @@ def tree_of(shares: Mapping[str, int]) -> tuple[int, list[Split]]:
     """
     splits: list[Split] = []
     # By size and name, so that the tree does not depend on the order of the corpora.
-    leaves: list[tuple[int, int]] = [
-        (share, number)
-        for share, _, number in sorted(
-            ((share, name, number) for number, (name, share) in enumerate(shares.items()) if share),
-            key=lambda leaf: (-leaf[0], leaf[1]),
-        )
-    ]
+    by_size = sorted(enumerate(shares.items()), key=lambda each: (-each[1][1], each[1][0]))
+    leaves = [(share, number) for number, (_, share) in by_size if share]
     while len(leaves) > 1:
         (small, right), (large, left) = leaves.pop(), leaves.pop()
         total = large + small
