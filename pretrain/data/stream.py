@@ -86,21 +86,18 @@ class VerifiedReader:
         self._starts = list(accumulate((shard.tokens for shard in m.shards), initial=0))
         pieces = [layout.pieces(shard.tokens) for shard in m.shards]
         self._first_piece = list(accumulate(pieces, initial=0))
-        self._seeds = []
-        task_piece = 0
-        for number, shard in enumerate(m.shards):
-            if number and shard.task == m.shards[number - 1].task:
-                task_piece += pieces[number - 1]
-            else:
-                task_piece = 0
-            self._seeds.append(task_seed(m.split, shard.corpus, shard.task) + task_piece)
+        self._seeds, done = list[int](), dict[int, int]()
+        for shard, count in zip(m.shards, pieces):
+            first = done.get(shard.task, 0)
+            self._seeds.append(task_seed(m.split, shard.corpus, shard.task) + first)
+            done[shard.task] = first + count
         # Least recently used descriptors are closed first. Threads may share the caches, which are
         # C code, and a descriptor is closed only when no thread reads from it.
         self._open = functools.lru_cache(max_open_shards())(
-            lambda number: _opened(folder / m.shards[number].name)
+            lambda number: Descriptor(folder / m.shards[number].name)
         )
         checksums = folder / CHECKSUMS
-        opened = functools.lru_cache(1)(functools.partial(_opened, checksums))
+        opened = functools.lru_cache(1)(functools.partial(Descriptor, checksums))
         self._page = functools.lru_cache(_PAGES)(functools.partial(_page, checksums, opened))
         self._scratch = _Scratch(layout.dtype)
 
@@ -226,13 +223,6 @@ def max_open_shards() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     quarter = MAX_OPEN_SHARDS if soft == resource.RLIM_INFINITY else soft // 4
     return max(1, min(MAX_OPEN_SHARDS, quarter))
-
-
-def _opened(path: Path) -> Descriptor:
-    try:
-        return Descriptor(path)
-    except FileNotFoundError:
-        raise missing(path) from None
 
 
 def _page(path: Path, opened: Callable[[], Descriptor], number: int) -> bytes:
