@@ -94,14 +94,7 @@ def _words(text: str) -> list[bytes]:
 
 def chunks(text: str) -> Iterator[str]:
     """Cut a text at white space into pieces of about CHUNK characters; a word is never cut."""
-    start = 0
-    while len(text) - start > CHUNK:
-        space = _SPACE.search(text, start + CHUNK)
-        if space is None:
-            break
-        yield text[start : space.start()]
-        start = space.start()
-    yield text[start:] if start else text
+    return (text[start:end] for start, end in ranges(text, _SPACE, CHUNK))
 
 
 def ranges(text: str, last: re.Pattern[str], characters: int) -> Iterator[tuple[int, int]]:
