@@ -6,7 +6,6 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -21,7 +20,7 @@ from pretrain.config import ConfigError, EvaluationRequest, RunConfig, writing
 from pretrain.data.stream import TokenStream
 from pretrain.evaluation.command import evaluation_config, open_validation
 from pretrain.evaluation.figures import FORMATS, Frame, Line, draw
-from pretrain.evaluation.records import Table, Value, length_label
+from pretrain.evaluation.records import Table, Value, as_json, length_label
 from pretrain.evaluation.report import write_files
 from pretrain.evaluation.windows import NONOVERLAPPING
 from pretrain.kernels.context import share_of_ring
@@ -181,16 +180,16 @@ class Reach:
             "windows": self.windows,
             "length": self.length,
             "slopes": self.slopes.tolist(),
-            "certificate": _finite(self.certificate),
-            "seen": self.seen and {k: _finite(x) for k, x in self.seen._asdict().items()},
+            "certificate": self.certificate.tolist(),
+            "seen": self.seen and {k: x.tolist() for k, x in self.seen._asdict().items()},
             "share": shares,
             "cache_bytes": {
                 name: {str(n * trained): self.cache_bytes(x, n * trained) for n in LONG_MULTIPLES}
                 for name, x in caches.items()
             },
-            "linear_from": {name: _finite(reach.max()) for name, reach in bounds.items()},
+            "linear_from": {name: float(reach.max()) for name, reach in bounds.items()},
         }
-        return json.dumps(values, indent=1) + "\n"
+        return json.dumps(as_json(values), indent=1) + "\n"
 
     def figure(self) -> dict[str, bytes]:
         """Return the figure by format: distance against slope, a panel for each kind."""
@@ -218,13 +217,6 @@ class Reach:
 def _tokens(distance: float) -> str:
     """Return a distance as readable text."""
     return f"{distance:,.0f}" if math.isfinite(distance) else "no end"
-
-
-def _finite(distances: Tensor) -> Any:
-    """Return distances as nested lists, with None for infinity."""
-    if distances.dim():
-        return [_finite(row) for row in distances]
-    return float(distances) if distances.isfinite() else None
 
 
 def reach_of_source(

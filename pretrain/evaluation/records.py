@@ -296,21 +296,21 @@ class Binned(NamedTuple):
 
 def records_json(records: Iterable[Record]) -> bytes:
     """Return {"records": [...]}, a line for each; what is not finite is null (RFC 8259)."""
-    lines = (json.dumps(_as_json(record), allow_nan=False) for record in records)
+    lines = (json.dumps(as_json(record), allow_nan=False) for record in records)
     return ('{"records": [\n' + ",\n".join(lines) + "\n]}\n").encode()
 
 
-def _as_json(value: Any) -> Any:
+def as_json(value: Any) -> Any:
     """Return what JSON can hold of a value."""
     if isinstance(value, Mapping):
-        return {key: _as_json(each) for key, each in value.items()}
+        return {key: as_json(each) for key, each in value.items()}
     if isinstance(value, Losses):
-        return {"losses": _as_json(value.losses), "tokens": _as_json(value.counts)}
+        return {"losses": as_json(value.losses), "tokens": as_json(value.counts)}
     if isinstance(value, Binned):
-        edges, losses, counts = map(_as_json, value)
+        edges, losses, counts = map(as_json, value)
         return {"edges": edges, "losses": losses, "tokens": counts}
     if isinstance(value, list | np.ndarray):
-        return [finite_or_none(each) for each in np.asarray(value).tolist()]
+        return [as_json(each) for each in np.asarray(value).tolist()]
     return finite_or_none(value)
 
 
