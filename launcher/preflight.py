@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pretrain.config import ConfigError, NoSpace, RunConfig, writing
-from pretrain.config.errors import is_supported, not_supported, say
+from pretrain.config.errors import say
 from pretrain.launcher import slurm, slurm_job
 from pretrain.launcher.ranks import start_srun
 from pretrain.launcher.supervise import Signals
@@ -325,7 +325,6 @@ GEMM_SIZE = {"cuda": 4096, "cpu": 512}
 """Rows and columns of the matrices that are multiplied."""
 NUM_SUMMED = 1 << 18
 """Numbers that each process adds in an all-reduce: 1 MiB."""
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def main(directory: Path, precision: str, has_gpus: bool) -> None:
@@ -379,7 +378,7 @@ def _write_there(own: Path) -> None:
 
 def _import_torch() -> None:
     """Import torch, for the first time in this process: on a bad node this fails or hangs."""
-    import torch  # noqa: F401
+    from pretrain import platform  # noqa: F401
 
 
 def _find_device(local_rank: int, has_gpus: bool) -> None:
@@ -398,27 +397,15 @@ def _find_device(local_rank: int, has_gpus: bool) -> None:
         raise RuntimeError("torch finds no GPU")
 
 
-def _gpu() -> str:
-    """Return the name of this process's GPU; "" without one."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return ""
-    return f"GPU {torch.cuda.current_device()} ({torch.cuda.get_device_name()})"
-
-
 def _check_architecture() -> None:
-    """Check that torch has code for the GPU.
+    """Check that torch can use the GPU, as the run does before it starts.
 
     Raises:
-        RuntimeError: torch has no code for it.
+        ConfigError: It cannot.
     """
-    import torch
+    from pretrain import platform
 
-    if gpu := _gpu():
-        capability, built = torch.cuda.get_device_capability(), torch.cuda.get_arch_list()
-        if not is_supported(built, capability):
-            raise RuntimeError(not_supported(gpu, capability, built))
+    platform.check_build()
 
 
 def _check_memory() -> None:
@@ -429,9 +416,10 @@ def _check_memory() -> None:
     """
     import torch
 
-    if gpu := _gpu():
+    if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
         if (used := 1 - free / total) > USED_SHARE:
+            gpu = f"GPU {torch.cuda.current_device()} ({torch.cuda.get_device_name()})"
             raise RuntimeError(f"{100 * used:.0f} % of the memory of {gpu} is in use by others")
 
 
@@ -443,8 +431,10 @@ def _multiply(precision: str) -> None:
     """
     import torch
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    size, dtype = GEMM_SIZE[device], getattr(torch, DTYPES[precision])
+    from pretrain import platform
+
+    device, dtype = platform.device(), platform.DTYPES[precision]
+    size = GEMM_SIZE[device.type]
     # The right-hand matrix moves column j to j + 1, so the product is known without computing it.
     # Numbers below 128 are exact in every dtype.
     left = (torch.arange(size * size, device=device) % 127).view(size, size)
@@ -471,15 +461,14 @@ def _add_up(folder: Path, rank: int, size: int) -> object:
     import torch
     import torch.distributed as dist
 
-    from pretrain import topology
+    from pretrain import platform, topology
 
     folder.mkdir(parents=True, exist_ok=True)
     peer = topology.Process(rank, size, rank, slurm.own_task().node, 0, folder)
     store = topology.meet(peer, MEET_SECONDS)
-    backend, device = ("nccl", "cuda") if torch.cuda.is_available() else ("gloo", "cpu")
-    timeout = datetime.timedelta(seconds=MEET_SECONDS)
+    backend, timeout = platform.backend(), datetime.timedelta(seconds=MEET_SECONDS)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    numbers = torch.full([NUM_SUMMED], rank + 1.0, device=device)
+    numbers = torch.full([NUM_SUMMED], rank + 1.0, device=platform.device())
     dist.all_reduce(numbers)
     if not bool((numbers == size * (size + 1) // 2).all()):
         raise RuntimeError("the sum is wrong")

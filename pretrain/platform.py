@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ import torch
 from numpy.typing import NDArray
 
 from pretrain.config import ConfigError, writing
-from pretrain.config.errors import is_supported, not_supported
 from pretrain.rundir.trust import check_own_directory, check_place
 
 # One hardware queue, so that kernels start in the order in which they were launched. Megatron
@@ -188,8 +187,12 @@ def check_build() -> None:
     if has_cuda():
         capability, built = torch.cuda.get_device_capability(), torch.cuda.get_arch_list()
         if not is_supported(built, capability):
-            gpu = not_supported(device_name(), capability, built)
-            raise ConfigError(f"torch {torch.__version__}: {gpu}. {remedy}")
+            gpu = f"GPU {torch.cuda.current_device()} ({device_name()})"
+            raise ConfigError(
+                f"torch {torch.__version__}: {gpu} has compute capability "
+                f"{'.'.join(map(str, capability))}, and torch is built for "
+                f"{', '.join(built) or 'no GPU'}. {remedy}"
+            )
         if can_compile() and (lacking := lacking_for_triton()):
             raise ConfigError(
                 f"Triton needs {lacking} to launch its kernels. Install gcc and Python's headers "
@@ -203,6 +206,34 @@ def check_build() -> None:
             "start a container with its option for GPUs (apptainer --nv), or set "
             "CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
         )
+
+
+def is_supported(architectures: Sequence[str], capability: Sequence[int]) -> bool:
+    """Return True if a build of torch runs on a GPU.
+
+    Machine code (sm_80) runs on GPUs of the same major version and at least its minor one, PTX
+    (compute_80) on all later ones. A suffix, as in sm_90a, ties code to exactly that GPU.
+
+    Args:
+        architectures: What the build contains, as torch.cuda.get_arch_list() returns it.
+        capability: The GPU's compute capability, major and minor.
+    """
+    if len(capability) != 2:
+        return False
+    major, minor = capability
+    for name in architectures:
+        if not (match := re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", name)):
+            continue
+        kind, built, suffix = match[1], (int(match[2]), int(match[3])), match[4]
+        if suffix == "a":
+            runs = built == (major, minor)
+        elif kind == "sm" or suffix:
+            runs = built[0] == major and built[1] <= minor
+        else:
+            runs = built <= (major, minor)
+        if runs:
+            return True
+    return False
 
 
 def _shows_gpus() -> bool:

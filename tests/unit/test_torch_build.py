@@ -10,7 +10,6 @@ import pytest
 
 from pretrain import platform
 from pretrain.config import ConfigError
-from pretrain.config.errors import is_supported
 
 
 @pytest.mark.parametrize(
@@ -28,7 +27,7 @@ from pretrain.config.errors import is_supported
     ],
 )
 def test_what_a_build_of_torch_runs_on(architectures, capability, runs):
-    assert is_supported(architectures, capability) is runs
+    assert platform.is_supported(architectures, capability) is runs
 
 
 def test_a_machine_with_gpus_that_torch_cannot_use_does_not_train_on_its_cpu(tmp_path, monkeypatch):
