@@ -33,15 +33,15 @@ BESIDE = {
     "pretrain.training": {"pretrain.evaluation"},  # evaluates in the loop
     "pretrain.evaluation": {"pretrain.huggingface"},  # a folder of transformers is evaluated too
     "pretrain.huggingface": {"pretrain.evaluation"},  # puts the length curve on the model card
+    # Its processes look at their GPUs, and find each other, as ranks do.
+    "pretrain.launcher.preflight": {"pretrain.platform", "pretrain.topology"},
 }
 APART = {
     "pretrain.optim.optimizers": "pretrain.config"
 }  # its classes are the sections [optimizer] of a config
-# The launcher has floors of its own, and of ours uses LAUNCHER_USES alone.
+# The launcher has floors of its own, and of ours uses LAUNCHER_USES, and what BESIDE lists.
 LAUNCHER = "pretrain.launcher"
 LAUNCHER_USES = {"pretrain.config", "pretrain.rundir", "pretrain.startup", "pretrain.processes"}
-# The processes of the preflight find each other as ranks do.
-LAUNCHER_USES |= {"pretrain.topology"}
 LAUNCHER_FLOORS = [
     {f"{LAUNCHER}.{name}" for name in names.split()}
     for names in (
