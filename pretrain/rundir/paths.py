@@ -106,13 +106,8 @@ class ExitCode(IntEnum):
 
 
 _OUTCOMES: dict[int, Outcome] = {
-    ExitCode.FINISHED: Outcome.FINISHED,
+    **{code: Outcome[code.name] for code in ExitCode if code.name in Outcome.__members__},
     ExitCode.BAD_INPUT: Outcome.REFUSED,
-    ExitCode.RESTART: Outcome.RESTART,
-    ExitCode.STOPPED: Outcome.STOPPED,
-    ExitCode.DIVERGED: Outcome.DIVERGED,
-    ExitCode.NO_SPACE: Outcome.NO_SPACE,
-    ExitCode.POISONED: Outcome.POISONED,
     ExitCode.INTERRUPTED: Outcome.STOPPED,
 }
 
