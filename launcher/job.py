@@ -37,7 +37,6 @@ from pretrain.launcher.supervise import (
     Verdict,
     count_failures,
     failing_nodes,
-    job_is_over,
     job_signals,
 )
 from pretrain.rundir.attempts import (
@@ -383,7 +382,7 @@ class _Start(Allocation):
             return code
         while True:
             known = {"num_processes": launch.num_tasks, "submitted_at": submitted_at}
-            attempt = Attempt.begin(self._run, owner_of(os.environ, **known), job_is_over)
+            attempt = Attempt.begin(self._run, owner_of(os.environ, **known), slurm.is_over)
             self._record_job()
             end = supervisor.make_attempt(attempt, self._start, PendingEvaluations(self._run))
             if not end.again:

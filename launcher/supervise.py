@@ -47,7 +47,6 @@ from typing import Any, NamedTuple, Protocol
 
 from pretrain.config import ConfigError, RunConfig, RunFailed
 from pretrain.config.errors import remedy, say
-from pretrain.launcher import slurm
 from pretrain.processes import Repeater, in_background
 from pretrain.rundir.attempts import (
     HEARTBEAT_SECONDS,
@@ -57,7 +56,6 @@ from pretrain.rundir.attempts import (
     Attempt,
     AttemptRecord,
     Cause,
-    Owner,
     Progress,
     poisoned,
     read_attempt,
@@ -460,11 +458,6 @@ def failing_nodes(records: Sequence[AttemptRecord]) -> dict[str, str]:
     replays = [record.diagnosis for record in records if record.diagnosis]
     failed |= {d.host: d.what for d in replays if d.host and d.kind == Cause.PERSISTENT}
     return failed | {node: cause for check in checks for node, cause in check.faults.items()}
-
-
-def job_is_over(other: Owner) -> bool | None:
-    """Return True if the job of another owner is over, None if Slurm does not say."""
-    return slurm.is_over(other.slurm_job_id) if other.slurm_job_id else None
 
 
 POLL_SECONDS = 0.02

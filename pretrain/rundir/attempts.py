@@ -471,15 +471,15 @@ See `Attempt.join`."""
 POLL_SECONDS = 1.0
 """Time between two looks at another holder's heartbeat."""
 
-JobIsOver = Callable[[Owner], bool | None]
-"""Asks Slurm whether an owner's job is over; returns None if Slurm cannot be asked."""
+JobIsOver = Callable[[str], bool | None]
+"""Asks Slurm whether the job of an id is over; returns None if Slurm cannot be asked."""
 
 
 class RunBusy(ConfigError):
     """Another process is making an attempt at this run. The message names it and the remedy."""
 
 
-def unknown(owner: Owner) -> bool | None:
+def unknown(job_id: str) -> bool | None:
     """Answer None: the `JobIsOver` of a machine without Slurm."""
     return None
 
@@ -692,7 +692,7 @@ def _is_held(directory: Path, mine: Owner, job_is_over: JobIsOver) -> bool:
 def _owner_lives(other: Owner, mine: Owner, job_is_over: JobIsOver) -> bool | None:
     """Return whether another owner's process or job is alive; None if neither can be seen."""
     seen = process_lives(other, mine)
-    if seen or other.slurm_job_id is None:
+    if seen or not other.slurm_job_id:
         return seen
     same_cluster = other.slurm_cluster == mine.slurm_cluster
     same_job = same_cluster and other.is_of_job(mine.slurm_job_id)
@@ -702,7 +702,7 @@ def _owner_lives(other: Owner, mine: Owner, job_is_over: JobIsOver) -> bool | No
         return False
     if same_cluster or None in (other.slurm_cluster, mine.slurm_cluster):
         # Also asked if the process is dead, because ranks of its job may still be saving.
-        over = job_is_over(other)
+        over = job_is_over(other.slurm_job_id)
         if over is not None:
             return not over
     return seen
