@@ -108,19 +108,13 @@ class Signals:
         self.received: list[int] = []
         """The signals received so far, oldest first."""
         self._numbers, self._even_ignored = numbers, even_ignored
-        # Any, because signal.getsignal returns a callable, an enum or None, all of which
-        # signal.signal accepts.
+        # Any, because signal.signal may return None, which the type of its argument leaves out.
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
-        handlers = {number: signal.getsignal(number) for number in self._numbers}
-        self._before = {
-            number: handler
-            for number, handler in handlers.items()
-            if handler is not signal.SIG_IGN or self._even_ignored
-        }
-        for number in self._before:
-            signal.signal(number, self._record)
+        for number in self._numbers:
+            if self._even_ignored or signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._record)
         return self
 
     def __exit__(self, *exception: object) -> None:
