@@ -263,8 +263,8 @@ class Checkpoint:
     """A complete checkpoint whose small files have been verified and parsed."""
 
     path: Path
-    checksum: str
-    """The manifest's checksum, which distinguishes two saves of the same step."""
+    manifest: Manifest
+    """Its checksum distinguishes two saves of the same step."""
     files: dict[str, int]
     """Every file of the checkpoint except the manifest -> its size in bytes."""
     config: RunConfig
@@ -278,12 +278,8 @@ class Checkpoint:
     """The checkpoint's id and ancestry."""
     origin: Origin
     """The recorded history of the state."""
-    index_sha256: str
-    """The SHA-256 of index.json."""
     tokenizer_file: str | None
     """Name of the tokenizer's file; None for a model that was imported without one."""
-    tokenizer_sha256: str | None
-    """The SHA-256 of the tokenizer's file."""
 
     @cached_property
     def index(self) -> Index:
@@ -294,7 +290,7 @@ class Checkpoint:
                 that a checkpoint has.
             ConfigError: Another version wrote index.json.
         """
-        content = _read(self.path, INDEX, self.files[INDEX], self.index_sha256)
+        content = _read(self.path, INDEX, self.files[INDEX], self.manifest.digests[INDEX])
         try:
             index = Index.parse(content, self.files)
             self._check_tensors(index)
@@ -319,7 +315,7 @@ class Checkpoint:
 
         It changes if another process saves the same step again in the meantime.
         """
-        return _read_manifest(self.path).checksum == self.checksum
+        return _read_manifest(self.path).checksum == self.manifest.checksum
 
     def load_config(self, overrides: Sequence[str] = (), world_size: int = 1) -> RunConfig:
         """Return the saved config for processes that each hold the whole model, fully checked.
@@ -375,7 +371,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     check_name(path, manifest.step)
     return Checkpoint(
         path=path,
-        checksum=manifest.checksum,
+        manifest=manifest,
         files=sizes,
         config=config,
         trainer_state=state.trainer_state,
@@ -390,9 +386,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
             validation_loss_nats=manifest.validation_loss_nats,
             provenance=from_json(Provenance, state.provenance or {}),
         ),
-        index_sha256=digests[INDEX],
         tokenizer_file=tokenizer,
-        tokenizer_sha256=digests[tokenizer] if tokenizer else None,
     )
 
 
@@ -617,7 +611,8 @@ def check_tokenizer(stream: TokenStream, checkpoint: Checkpoint) -> None:
     Raises:
         ConfigError: The tokenizers differ.
     """
-    trained = checkpoint.origin.data.get(TOKENIZER, checkpoint.tokenizer_sha256)
+    own = checkpoint.manifest.digests.get(checkpoint.tokenizer_file or "")
+    trained = checkpoint.origin.data.get(TOKENIZER, own)
     found = stream.manifest.tokenizer_sha256
     if trained not in (None, found):
         raise ConfigError(

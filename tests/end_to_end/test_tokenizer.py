@@ -55,7 +55,7 @@ def test_export_and_import_without_the_data(trained, workspace, tmp_path):
     done = succeeds("import", tmp_path / "hf", tmp_path / "again")
     assert f"pretrain data build {tmp_path}/again/config.toml" in done.out
     again = open_checkpoint(tmp_path / "again/checkpoints/step-00000000")
-    assert again.tokenizer_sha256 == given.fingerprint == again.origin.data["tokenizer"]
+    assert given.fingerprint == again.origin.data["tokenizer"] in again.manifest.digests.values()
     assert (tmp_path / "again/tokenizer.json").read_bytes() == given.content
     done = succeeds("export", tmp_path / "again", tmp_path / "hf2")
 
