@@ -369,17 +369,12 @@ class Index:
     files: tuple[FileRecord, ...]
     tensors: dict[str, TensorRecord]
 
-    @property
-    def block_bytes(self) -> int:
-        """Return the size of the blocks of its files, which is the same for all."""
-        return self.files[0].block_bytes
-
     def dump(self) -> str:
         """Return the content of index.json."""
         files = tuple(_File(name=f.name, bytes=f.bytes, blocks=f.blocks) for f in self.files)
-        content = _Content(
-            dtype=DTYPE, block_bytes=self.block_bytes, files=files, tensors=self.tensors
-        )
+        # The size of the blocks is the same for all files.
+        size = self.files[0].block_bytes
+        content = _Content(dtype=DTYPE, block_bytes=size, files=files, tensors=self.tensors)
         return content.model_dump_json() + "\n"
 
     @staticmethod

@@ -112,7 +112,7 @@ def test_any_box_is_read_as_it_was_written_whatever_the_cuts(
         patch.setattr(format_module, "BLOCK_BYTES", block_bytes)
         path = _write(tmp_path, cuts)
     checkpoint = open_checkpoint(path)
-    assert checkpoint.index.block_bytes == block_bytes and not verify_checkpoint(path)[0]
+    assert checkpoint.index.files[0].block_bytes == block_bytes and not verify_checkpoint(path)[0]
     assert checkpoint.shapes == SHAPES
     assert checkpoint.trainer_state == TrainerState(3, 24)
     dice = random.Random(cuts)
