@@ -162,7 +162,6 @@ class Writer:
     def __init__(self) -> None:
         """Initialize without starting the process, which the first command starts."""
         self._process: subprocess.Popen[str] | None = None
-        self._memory: mmap.mmap | None = None
         self._descriptor = -1
         self._has_ended = False
         self._unanswered = 0
@@ -177,16 +176,14 @@ class Writer:
         return not self._unanswered and self.problem is None
 
     def memory(self, num_bytes: int) -> NDArray[np.float32]:
-        """Return shared memory of at least that size, the same memory at every call.
+        """Return memory that is shared with the process; called once at most, before any command.
 
         It is anonymous memory with a file descriptor, because /dev/shm is small in containers.
         """
-        if self._memory is None or len(self._memory) < num_bytes:
-            self.close()
-            self._descriptor = os.memfd_create("checkpoint")
-            os.ftruncate(self._descriptor, max(num_bytes, ITEM_BYTES))
-            self._memory = mmap.mmap(self._descriptor, max(num_bytes, ITEM_BYTES))
-        return np.frombuffer(self._memory, np.float32, num_bytes // ITEM_BYTES)
+        self._descriptor = os.memfd_create("checkpoint")
+        os.ftruncate(self._descriptor, max(num_bytes, ITEM_BYTES))
+        memory = mmap.mmap(self._descriptor, max(num_bytes, ITEM_BYTES))
+        return np.frombuffer(memory, np.float32, num_bytes // ITEM_BYTES)
 
     def make_pages(self) -> None:
         """Have the kernel allocate the pages of the shared memory, which is slower than a copy."""
@@ -250,7 +247,7 @@ class Writer:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             # Arrays may still refer to the mapping, which is freed with the last of them.
-            self._memory, self._descriptor = None, -1
+            self._descriptor = -1
 
     def _ask(self, what: str, **arguments: Any) -> None:
         with self._changed:
