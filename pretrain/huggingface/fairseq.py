@@ -32,6 +32,7 @@ from pretrain.config import (
 from pretrain.config.tensors import model_tensors
 from pretrain.data.tokenizer import WordTokenizer
 from pretrain.huggingface.base import (
+    ACTIVATIONS,
     EMBEDDING,
     EMBEDDING_NORM,
     FINAL_NORM,
@@ -50,7 +51,7 @@ from pretrain.huggingface.base import (
 from pretrain.huggingface.classes import Opt
 from pretrain.huggingface.export import recorded_logits
 from pretrain.huggingface.folder import check_new
-from pretrain.huggingface.import_model import new_run
+from pretrain.huggingface.import_model import in_a_line, new_run
 from pretrain.kernels.reference import attention_reference
 from pretrain.rundir.paths import check_apart
 
@@ -60,12 +61,7 @@ PARITY_TOKENS = 64
 TOLERANCE = 1e-3
 """Largest allowed difference of a log probability. fp32 rounding through 16 layers is far smaller,
 and a wrong position, norm or scale makes a far larger difference."""
-_ACTIVATIONS = {
-    "relu": "relu",
-    "gelu": "gelu",
-    "gelu_fast": "gelu_pytorch_tanh",
-    "gelu_accurate": "gelu_pytorch_tanh",
-}
+_ACTIVATIONS = ACTIVATIONS | {"gelu_accurate": "gelu_pytorch_tanh"}
 _BUFFERS = ("version", "_float_tensor")
 """Last parts of the names of buffers, which hold no weights."""
 
@@ -214,9 +210,8 @@ def read_checkpoint(path: Path) -> tuple[argparse.Namespace, dict[str, Tensor]]:
         raise
     # Errors of the file system, zip and pickle, and of unexpected content.
     except Exception as error:
-        said = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"{path}: cannot be read as a checkpoint of fairseq ({type(error).__name__}: {said}). "
+            f"{path}: cannot be read as a checkpoint of fairseq ({in_a_line(error)}). "
             "It has to be a zip archive of torch 1.6 or later with the keys model and args or cfg"
         ) from None
     return settings, weights
