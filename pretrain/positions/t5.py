@@ -70,7 +70,3 @@ class T5(PositionMethod):
 
     def reach(self, config: RunConfig) -> int:
         return min(config.data.sequence_length, self.relative_attention_max_distance)
-
-    @property
-    def no_class(self) -> str:
-        return "no stock transformers decoder adds T5's relative bias"
