@@ -358,7 +358,10 @@ def stock_config(
     else:
         sections, refusals = source.target.sections(source.settings)
         if refusals:
-            sections = stand_in(source.settings)
+            text = source.settings.get_text_config()
+            sizes = {"hidden_size": text.hidden_size, "num_layers": 1, "num_attention_heads": 1}
+            sizes["make_vocab_size_divisible_by"] = text.vocab_size
+            sections = {"model": sizes, "position": {"method": "none"}}
             method = f"unknown ({source.settings.model_type})"
         length = source.stated_length
         data = {"vocab_size": source.vocab_size, **({"sequence_length": length} if length else {})}
@@ -374,18 +377,6 @@ def stock_config(
                 "takes such settings"
             )
     return config, method or config.position_name
-
-
-def stand_in(settings: Any) -> dict[str, dict[str, Any]]:
-    """Return sections of a config for a model that ours cannot hold, with only its sizes.
-
-    Args:
-        settings: Its transformers config.
-    """
-    text = settings.get_text_config()
-    sizes = {"hidden_size": text.hidden_size, "num_layers": 1, "num_attention_heads": 1}
-    sizes["make_vocab_size_divisible_by"] = text.vocab_size
-    return {"model": sizes, "position": {"method": "none"}, **_DEFAULTS}
 
 
 def _exported_values(source: Source) -> dict[str, Any]:
