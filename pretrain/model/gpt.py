@@ -534,18 +534,13 @@ def _mark_sharded_weights(model: GPTModel) -> None:
     `named_parameters` reads the marks.
     """
     for name, module in model.named_modules():
-        if (
-            isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding))
-            # A tied output layer on the stage of the embedding has no weight itself.
-            and module.weight is not None
-        ):
+        is_row = isinstance(module, RowParallelLinear)
+        is_column = isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding))
+        # A tied output layer on the stage of the embedding has no weight itself.
+        if (is_row or is_column) and module.weight is not None:
             # Megatron gives the bias the same stride: a gated MLP's outputs are two parts.
             stride = 1 + (name.endswith("linear_fc1") and model.config.gated_linear_unit)
-            set_tensor_model_parallel_attributes(
-                module.weight, is_parallel=True, dim=0, stride=stride
-            )
-        elif isinstance(module, RowParallelLinear):
-            set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=1, stride=1)
+            set_tensor_model_parallel_attributes(module.weight, True, int(is_row), stride)
 
 
 # ---- Name every parameter of this rank, and say which part of it this rank holds ----
