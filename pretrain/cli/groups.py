@@ -8,30 +8,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from pretrain.config import ConfigError, RunConfig, load_config, writing
+from pretrain.config import ConfigError, load_config, writing
 from pretrain.config.arguments import Commands, Config, Count, OutFile, Overrides
 from pretrain.rundir.files import replace_file
-
-
-def with_methods(file: Path, overrides: list[str], methods: str) -> list[RunConfig]:
-    """Return a config for each method; the configs differ in nothing else.
-
-    Args:
-        file: The config file.
-        overrides: `section.key=value` settings.
-        methods: Values of position.method, separated by commas.
-
-    Raises:
-        ConfigError: The config is wrong.
-    """
-    configs = []
-    for method in methods.split(","):
-        configs.append(load_config(file, [*overrides, f"position.method={method}"]))
-        if configs[-1].position.method != method:
-            # An empty name would remove the key, so that the default method would be measured.
-            raise ConfigError(f"--methods {methods}: {method!r} is not a position method")
-    return configs
-
 
 bench = Commands(help="Measure speed and memory.")
 
@@ -84,7 +63,9 @@ def bench_methods(
         nproc: Processes for each method, on this machine.
         out: Also write the measurements to this file, as JSON.
     """
-    configs = with_methods(config, overrides, methods)
+    # An empty name would remove the key, so that the default method would be measured.
+    chosen = [f"position.method={method}" for method in methods.split(",") if method.strip()]
+    configs = [load_config(config, [*overrides, each]) for each in chosen]
     # Checked before minutes are spent on measurements.
     if out is not None and not out.absolute().parent.is_dir():
         raise ConfigError(
