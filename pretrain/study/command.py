@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import fnmatch
 import hashlib
 import os
@@ -22,6 +21,7 @@ from pretrain.config.trajectory import settings_hash
 from pretrain.data.stream import open_stream
 from pretrain.evaluation.records import grouped, length_table, read_records, records_json
 from pretrain.processes import Processes, Stopped
+from pretrain.rundir.checkpoints import lock_alone
 from pretrain.rundir.files import make_directory, read_json, replace_json
 from pretrain.rundir.paths import ExitCode
 from pretrain.study.reading import count_unigram, read_results
@@ -463,14 +463,10 @@ def _alone(study: Study) -> Iterator[None]:
     """
     make_directory(study.directory)
     with (study.directory / LOCK).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock_alone(file.fileno()):
             raise ConfigError(
                 f"{study.directory}: another `pretrain study` works on it. Wait until it ends"
-            ) from None
-        except OSError:
-            say(f"{study.directory}: its file system has no locks; start one `pretrain study` only")
+            )
         yield
 
 
