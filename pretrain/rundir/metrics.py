@@ -191,9 +191,7 @@ class MetricsFile:
         if self._file.closed:
             return
         try:
-            with writing(self._path):
-                self._restore()
-                self._write_out()
+            self.flush()
         finally:
             self._file.close()
 
