@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from pretrain.config import (
     ConfigError,
@@ -119,9 +119,7 @@ def read_plan(run: Path) -> Plan:
         raise ConfigError(
             f"{path}: missing. Create it with `launcher evaluate-checkpoints`"
         ) from None
-    except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except (OSError, ValidationError) as error:
         words = " ".join(str(error).split())
         raise ConfigError(
             f"{path}: not a plan ({words}). Create a new one with `launcher evaluate-checkpoints`"
