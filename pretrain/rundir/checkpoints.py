@@ -26,9 +26,9 @@ from pretrain.rundir.files import (
     DIRECTORY_MODE,
     MAX_NUMBER,
     PARTIAL,
-    flush,
     from_json,
     make_directory,
+    publish_directory,
     read_json,
 )
 from pretrain.rundir.paths import RunPaths, attempt_numbers, check_version, displaced
@@ -560,12 +560,11 @@ def publish_checkpoint(partial: Path, final: Path, attempt: Path | None) -> None
     """
     check_still_holds(attempt)
     try:
-        partial.rename(final)
+        publish_directory(partial, final)
     except OSError:
         # The new holder has removed `partial`, or has saved this step; see `check_still_holds`.
         check_still_holds(attempt)
         raise
-    flush(final.parent)
 
 
 def check_room(directory: Path, needed: int) -> None:
