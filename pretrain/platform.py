@@ -460,6 +460,12 @@ def prepare(local_rank: int) -> None:
     """
     make_caches_private()
     _select_device(local_rank)
+    # Variables of libraries that compute nothing here. DeepSpeed requires that mpirun's equals
+    # LOCAL_RANK (runtime/engine.py), and Megatron that the others are 1
+    # (models/common/language_module/language_module.py).
+    others = "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"
+    for name in ("OMPI_COMM_WORLD_LOCAL_RANK", *others):
+        os.environ.pop(name, None)
     # A run computes what its config says, whatever the caller or a container's variables have set.
     torch.set_default_dtype(torch.float32)
     torch.set_float32_matmul_precision("highest")

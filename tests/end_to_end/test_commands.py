@@ -353,6 +353,9 @@ def test_every_launcher_gives_the_same_run(workspace, config, whole):
         "SLURM_JOB_NODELIST": "gpu[003-004]",
         "MASTER_ADDR": "127.0.0.1",
         "PRETRAIN_RENDEZVOUS": str(workspace),
+        # DeepSpeed and Megatron would refuse these values.
+        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+        "NVTE_FUSED_ATTN": "0",
     }
     tasks = ranks(arguments("srun"), [job | {"SLURM_PROCID": r, "SLURM_LOCALID": r} for r in "01"])
     assert [task.code for task in tasks] == [0, 0], tasks
