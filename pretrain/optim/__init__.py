@@ -65,6 +65,23 @@ def settings_of(config: pretrain.config.RunConfig, name: str, shape: Sequence[in
     return config.optimizer.weight_decay if len(shape) == 2 else 0.0, 1.0
 
 
+def is_late(name: str, is_partial: bool, is_shared: bool, tensor: int, pipeline: int) -> bool:
+    """Return True if a gradient is complete only after `pretrain.optim.buckets.finalize_gradients`.
+
+    This holds for a position method's parameters in every layout. All layers share them, and with
+    recomputation each layer has a backward pass of its own (torch.utils.checkpoint), so the number
+    of gradients per micro batch is not one.
+
+    Args:
+        name: The parameter's global name.
+        is_partial: Each tensor rank computes the gradient from its own tokens.
+        is_shared: It is a tied embedding.
+        tensor: Number of tensor ranks.
+        pipeline: Number of pipeline stages.
+    """
+    return name.startswith(OWN) or (is_partial and tensor > 1) or (is_shared and pipeline > 1)
+
+
 def cut(pieces: Sequence[Piece]) -> list[list[int]]:
     """Return the buckets as lists of indices of pieces, in the order in which they are completed.
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from pretrain.config import RunConfig
 from pretrain.config.tensors import TIED
 from pretrain.model.gpt import Named
-from pretrain.optim import Piece, Settings, cut, settings_of
+from pretrain.optim import Piece, Settings, cut, is_late, settings_of
 
 # ---- gradients ----
 # Sums of gradients over tensor and pipeline ranks, which neither autograd nor ZeRO computes.
@@ -65,23 +65,11 @@ def finalize_gradients(chunks: list[GPTModel]) -> None:
 
 
 def is_completed_late(named: Named) -> bool:
-    """Return True if a parameter's gradient is complete only after `finalize_gradients`.
-
-    This holds for a position method's parameters in every layout. All layers share them, and with
-    recomputation each layer has a backward pass of its own (torch.utils.checkpoint), so the number
-    of gradients per micro batch is not one.
-    """
-    return (
-        named.name.startswith("position.")
-        or (
-            parallel_state.get_tensor_model_parallel_world_size() > 1
-            and _is_sequence_parallel(named.parameter)
-        )
-        or (
-            parallel_state.get_pipeline_model_parallel_world_size() > 1
-            and is_shared_embedding(named)
-        )
-    )
+    """Return `is_late` of a parameter of this rank."""
+    tensor = parallel_state.get_tensor_model_parallel_world_size()
+    pipeline = parallel_state.get_pipeline_model_parallel_world_size()
+    is_partial, is_shared = _is_sequence_parallel(named.parameter), is_shared_embedding(named)
+    return is_late(named.name, is_partial, is_shared, tensor, pipeline)
 
 
 def is_shared_embedding(named: Named) -> bool:

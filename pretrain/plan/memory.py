@@ -12,8 +12,8 @@ from functools import lru_cache
 
 from pretrain.config import ConfigError, Layout, RunConfig, num_parameters
 from pretrain.config.tensors import TIED, ModelTensor, stage_tensors, widths
-from pretrain.optim import Piece, Settings, cut, settings_of
-from pretrain.positions.base import OWN, by_layer
+from pretrain.optim import Piece, Settings, cut, is_late, settings_of
+from pretrain.positions.base import by_layer
 
 # ---- The order in which Megatron's schedules run the micro batches of a pipeline stage ----
 # Origin: megatron/core/pipeline_parallel/schedules.py, `get_pp_rank_microbatches`,
@@ -187,16 +187,12 @@ def stages_of(config: RunConfig, layout: Layout) -> list[Stage]:
 
 def _piece(c: RunConfig, weight: ModelTensor) -> Piece:
     """Return the properties that decide a parameter's bucket (`pretrain.optim.buckets`)."""
-    parallel, tensor = c.parallel, c.parallel.tensor_model_parallel_size
+    p, tensor = c.parallel, c.parallel.tensor_model_parallel_size
     is_tied = c.model.tie_word_embeddings and weight.name == TIED
-    is_late = (
-        weight.name.startswith(OWN)
-        or (tensor > 1 and weight.is_partial)
-        or (parallel.pipeline_model_parallel_size > 1 and is_tied)
-    )
+    late = is_late(weight.name, weight.is_partial, is_tied, tensor, p.pipeline_model_parallel_size)
     is_replicated = weight.axis is None or tensor == 1
     settings = settings_of(c, weight.name, weight.shape)
-    return Piece(weight.name, weight.of_rank(tensor), is_late, settings, is_replicated)
+    return Piece(weight.name, weight.of_rank(tensor), late, settings, is_replicated)
 
 
 # ---- activations ----
