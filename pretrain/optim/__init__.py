@@ -82,13 +82,22 @@ def is_late(name: str, is_partial: bool, is_shared: bool, tensor: int, pipeline:
     return name.startswith(OWN) or (is_partial and tensor > 1) or (is_shared and pipeline > 1)
 
 
-def cut(pieces: Sequence[Piece]) -> list[list[int]]:
+def cut(pieces: Sequence[Piece], zero_stage: int = 1) -> list[list[int]]:
     """Return the buckets as lists of indices of pieces, in the order in which they are completed.
+
+    ZeRO 2 and 3 make their own buckets. For them the lists are the parameter groups: the pieces
+    with the same settings.
 
     Args:
         pieces: All parameters of a rank, in the order of its chunks. A backward pass completes them
             in about the reverse order.
+        zero_stage: The stage of ZeRO.
     """
+    if zero_stage > 1:
+        groups: dict[Settings, list[int]] = {}
+        for number, piece in enumerate(pieces):
+            groups.setdefault(piece.settings, []).append(number)
+        return [groups[settings] for settings in sorted(groups, reverse=True)]
     backward = range(len(pieces) - 1, -1, -1)
     kinds: dict[tuple[bool, Settings, bool, bool], list[int]] = {}
     for number in backward:

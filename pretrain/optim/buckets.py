@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from pretrain.config import RunConfig
 from pretrain.config.tensors import TIED
 from pretrain.model.gpt import Named
-from pretrain.optim import Piece, Settings, cut, is_late, settings_of
+from pretrain.optim import Piece, cut, is_late, settings_of
 
 # ---- gradients ----
 # Sums of gradients over tensor and pipeline ranks, which neither autograd nor ZeRO computes.
@@ -143,19 +143,23 @@ class Bucket:
 
     is_late: bool
     """True if the gradients are complete only after `finalize_gradients`, so that their reduction
-    cannot start within the backward pass."""
+    cannot start within the backward pass; meaningless at ZeRO 2 and 3."""
 
     is_copy: bool
-    """True if the global norm counts these parameters on another tensor rank or pipeline stage."""
+    """True if the global norm counts these parameters on another tensor rank or pipeline stage;
+    meaningless at ZeRO 2 and 3."""
 
 
-def plan_buckets(config: RunConfig, parameters: Iterable[Named]) -> list[Bucket]:
+def plan_buckets(
+    config: RunConfig, parameters: Iterable[Named], zero_stage: int = 1
+) -> list[Bucket]:
     """Return the buckets of a rank, in the order in which the backward pass completes them.
 
     Args:
         config: The run, for its weight decay and factors on the learning rate.
         parameters: All parameters of this rank, in the order of its chunks. A backward pass
             completes them in about the reverse order.
+        zero_stage: The stage of ZeRO. At 2 and 3 the result is the parameter groups (`cut`).
     """
     members = list(parameters)
     pieces = [
@@ -176,24 +180,7 @@ def plan_buckets(config: RunConfig, parameters: Iterable[Named]) -> list[Bucket]
             # Pieces of one kind are either all copies or none.
             is_copy=members[part[0]].is_copy,
         )
-        for part in cut(pieces)
-    ]
-
-
-def plan_groups(config: RunConfig, parameters: Iterable[Named]) -> list[Bucket]:
-    """Return the parameters grouped by settings, for ZeRO 2 and 3, which make their own buckets.
-
-    Args:
-        config: The run, for its weight decay and factors on the learning rate.
-        parameters: All parameters of this rank.
-    """
-    groups: dict[Settings, list[nn.Parameter]] = {}
-    for named in parameters:
-        settings = settings_of(config, named.name, named.global_shape)
-        groups.setdefault(settings, []).append(named.parameter)
-    return [
-        Bucket(groups[settings], *settings, is_late=False, is_copy=False)
-        for settings in sorted(groups, reverse=True)
+        for part in cut(pieces, zero_stage)
     ]
 
 

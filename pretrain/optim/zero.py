@@ -35,12 +35,7 @@ from torch import Tensor, nn
 from pretrain import platform
 from pretrain.config import RunConfig, num_parameters
 from pretrain.model.gpt import Named, choose_fusion, named_parameters
-from pretrain.optim.buckets import (
-    Bucket,
-    plan_buckets,
-    plan_groups,
-    reduce_sequence_parallel_on_accumulation,
-)
+from pretrain.optim.buckets import Bucket, plan_buckets, reduce_sequence_parallel_on_accumulation
 from pretrain.optim.optimizers import Optimizer, Shard
 from pretrain.optim.sharded_step import ShardedStep, Veto
 from pretrain.topology import Topology, replica_group
@@ -191,10 +186,8 @@ class ZeroOptimizer:
         self.clip_grad = config.optimizer.clip_grad
         # Listed before DeepSpeed gets the model, because ZeRO 3's parameters are empty afterwards.
         self.parameters: list[Named] = list(named_parameters(chunks))
-        if self.stage == 1:
-            buckets = plan_buckets(config, self.parameters)
-        else:
-            buckets = plan_groups(config, self.parameters)
+        buckets = plan_buckets(config, self.parameters, self.stage)
+        if self.stage > 1:
             # Before `deepspeed.initialize`, because hooks run in the order of their registration.
             reduce_sequence_parallel_on_accumulation(chunks)
         self.engine = _build_engine(config, topology, chunks, buckets)

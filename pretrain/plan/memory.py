@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from pretrain.config import ConfigError, Layout, RunConfig, num_parameters
 from pretrain.config.tensors import TIED, ModelTensor, stage_tensors, widths
-from pretrain.optim import Piece, Settings, cut, is_late, settings_of
+from pretrain.optim import Piece, cut, is_late, settings_of
 from pretrain.positions.base import by_layer
 
 # ---- The order in which Megatron's schedules run the micro batches of a pipeline stage ----
@@ -95,7 +95,7 @@ class FlatBucket:
     num_elements: int
     """The number of elements, with padding."""
     is_late: bool
-    """True if the reduction cannot start during the backward pass."""
+    """True if the reduction cannot start during the backward pass; meaningless at ZeRO 2 and 3."""
     names: tuple[str, ...]
 
 
@@ -107,21 +107,15 @@ def buckets_of_rank(config: RunConfig, layout: Layout, stage: int) -> list[FlatB
         layout: Its layout.
         stage: The pipeline stage, from 0.
     """
-    weights = stage_tensors(config, stage)
+    pieces = [_piece(config, weight) for weight in stage_tensors(config, stage)]
     unit = ALIGNMENT * layout.replicas
 
-    def flat(members: list[int], is_late: bool) -> FlatBucket:
-        size = sum(weights[number].of_rank(layout.tensor) for number in members)
-        names = tuple(weights[number].name for number in members)
-        return FlatBucket(-(-size // unit) * unit, is_late, names)
+    def flat(members: list[int]) -> FlatBucket:
+        size = sum(pieces[number].num_elements for number in members)
+        names = tuple(pieces[number].name for number in members)
+        return FlatBucket(-(-size // unit) * unit, pieces[members[0]].is_late, names)
 
-    if layout.zero_stage > 1:
-        groups: dict[Settings, list[int]] = {}
-        for number, weight in enumerate(weights):
-            groups.setdefault(settings_of(config, weight.name, weight.shape), []).append(number)
-        return [flat(groups[settings], False) for settings in sorted(groups, reverse=True)]
-    pieces = [_piece(config, weight) for weight in weights]
-    return [flat(part, pieces[part[0]].is_late) for part in cut(pieces)]
+    return [flat(part) for part in cut(pieces, layout.zero_stage)]
 
 
 @dataclass(frozen=True)
