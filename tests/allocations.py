@@ -119,7 +119,7 @@ def measure(config: RunConfig, topology: Topology, allocations: Allocations) -> 
         assert sharded is not None
         moments = [t for state in zero.optimizer.state.values() for t in state.values()]
         result["weights"] = _bytes(zero.bit16_groups_flat)
-        result["gradients"] = _bytes([b.gradients for b in sharded._reducer.buckets])
+        result["gradients"] = _bytes([b.gradients for b in sharded.reducer.buckets])
         result["optimizer"] = _bytes([*zero.single_partition_of_fp32_groups, *moments])
         state = sum(result[part] for part in ("weights", "gradients", "optimizer"))
         result["peak"] -= state

@@ -306,30 +306,18 @@ class ShardedStep:
         partitions = zero.parallel_partitioned_bit16_groups
         self._weights: list[Tensor] = [parts[group.rank()] for parts in partitions]
         flat_weights = zero.bit16_groups_flat
-        self._reducer = GradientReducer(buckets, flat_weights, group, wire_dtype)
+        self.reducer = GradientReducer(buckets, flat_weights, group, wire_dtype)
         if add_in_layers:
             accumulate_in_layers(chunks)
-        self._gather = WeightGather(chunks, buckets, flat_weights, group)
+        self.gather = WeightGather(chunks, buckets, flat_weights, group)
         self.own_square: Tensor | None = None
         """This rank's contribution to the last squared gradient norm; fp64 scalar."""
 
-    def begin(self, num_microbatches: int) -> None:
-        """Prepare for a step's backward passes, one for each micro batch."""
-        self._reducer.begin_step(num_microbatches)
-
-    @property
-    def own_sums(self) -> list[Tensor]:
-        """Return the gradients of this rank's samples before they are sent; fp32, by bucket.
-
-        Sending overwrites them.
-        """
-        return [bucket.gradients for bucket in self._reducer.buckets]
-
     def reduce(self) -> None:
         """Complete the gradients that model-parallel ranks share, and all sums over the ranks."""
-        self._reducer.clear_unused()
+        self.reducer.clear_unused()
         finalize_gradients(self._chunks)
-        self._reducer.finish()
+        self.reducer.finish()
 
     @torch.no_grad()
     def update(self, loss_scale: float, veto: Veto | None = None) -> Tensor:
@@ -343,7 +331,7 @@ class ShardedStep:
             The global gradient norm before clipping, fp64 scalar on the device. If it is not
             finite, or `veto` returned True, nothing was updated.
         """
-        shards = self._reducer.shards
+        shards = self.reducer.shards
         # Gradients are sums over the data-parallel ranks, and those of a scaled loss.
         scale = self._data_size * loss_scale
         norm: Tensor = self._norm(shards) / scale
@@ -365,19 +353,15 @@ class ShardedStep:
         for master in self._masters:
             master.grad = None
         torch._foreach_copy_(self._weights, self._masters)
-        self._gather.start()
+        self.gather.start()
         return norm
 
     @torch.no_grad()
     def refresh_weights(self) -> None:
         """Set all weights from the masters after a load. Collective over data-parallel ranks."""
         torch._foreach_copy_(self._weights, self._masters)
-        self._gather.start()
-        self._gather.wait()
-
-    def wait_for_weights(self) -> None:
-        """Wait until the updated weights of all ranks have arrived."""
-        self._gather.wait()
+        self.gather.start()
+        self.gather.wait()
 
     def _norm(self, shards: list[Tensor]) -> Tensor:
         """Return the norm of all gradients of all ranks, as they are in the shards; fp64 scalar."""

@@ -248,9 +248,12 @@ class ZeroOptimizer:
 
     @property
     def own_sums(self) -> list[Tensor]:
-        """Return the gradients of this rank's samples before they are sent; stage 1 only."""
+        """Return the gradients of this rank's samples, fp32, by bucket; stage 1 only.
+
+        Sending overwrites them.
+        """
         assert self._sharded_step is not None
-        return self._sharded_step.own_sums
+        return [bucket.gradients for bucket in self._sharded_step.reducer.buckets]
 
     def state(self) -> OptimizerState:
         """Return this rank's share of masters and moments, as views, and the optimizer's scalars.
@@ -302,7 +305,7 @@ class ZeroOptimizer:
         if self._sharded_step is not None:
             # A bucket is sent when the last backward pass has reached it; one pass that never
             # comes holds all of them back.
-            self._sharded_step.begin(num_microbatches + holds_back)
+            self._sharded_step.reducer.begin_step(num_microbatches + holds_back)
 
     def reduce_gradients(self) -> None:
         """Complete the sums of gradients over the ranks, which the backward pass has begun.
@@ -345,7 +348,7 @@ class ZeroOptimizer:
     def wait_for_weights(self) -> None:
         """Wait for weights that are still being gathered, to read them outside a forward pass."""
         if self._sharded_step is not None:
-            self._sharded_step.wait_for_weights()
+            self._sharded_step.gather.wait()
 
     def step(self, learning_rate: float, veto: Veto | None = None) -> Tensor:
         """Reduce the gradients and update the weights: `reduce_gradients`, then `update`."""

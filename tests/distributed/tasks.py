@@ -508,7 +508,7 @@ def reduce_gradients(
         mapping = named.parameter._hp_mapping
         if mapping is None:
             continue
-        shard = optimizer._sharded_step._reducer.shards[mapping.param_group_index]
+        shard = optimizer._sharded_step.reducer.shards[mapping.param_group_index]
         to, source = mapping.hp_fragment_address, mapping.lp_fragment_address
         part = slice(source.start, source.start + to.numel)
         expected = sums[named.name].flatten()[part]
