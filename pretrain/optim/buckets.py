@@ -210,13 +210,10 @@ class WeightGather:
             group: The data-parallel ranks.
         """
         self._flat_weights, self._group = flat_weights, group
-        self._size, self._rank = group.size(), group.rank()
         self._works: dict[int, Any] = {}
         """The gathers in progress, by index of the bucket."""
         bucket_of = {id(p): i for i, bucket in enumerate(buckets) for p in bucket.parameters}
-        # The forward pass needs first what the backward pass completes last.
-        self._order = list(reversed(range(len(buckets))))
-        if self._size == 1:
+        if group.size() == 1:
             return
         for chunk in chunks:
             units = _units(chunk)
@@ -227,27 +224,28 @@ class WeightGather:
                 needed = sorted({bucket_of[id(p)] for p in parameters})
                 if needed:
                     module.register_forward_pre_hook(
-                        lambda module, args, needed=needed: self._wait(needed)
+                        lambda module, args, needed=needed: self.wait(needed)
                     )
 
     def start(self) -> None:
         """Start to gather every bucket, after the work that is already queued on the device."""
-        if self._size == 1:
+        if self._group.size() == 1:
             return
-        for number in self._order:
-            flat = self._flat_weights[number]
-            own = flat.view(self._size, -1)[self._rank]
+        # The forward pass needs first what the backward pass completes last.
+        for number, flat in reversed(list(enumerate(self._flat_weights))):
+            own = flat.view(self._group.size(), -1)[self._group.rank()]
             self._works[number] = dist.all_gather_into_tensor(
                 flat, own, group=self._group, async_op=True
             )
 
-    def wait(self) -> None:
-        """Wait until all weights are complete, before reading them outside a forward pass."""
-        self._wait(list(self._works))
+    def wait(self, buckets: Iterable[int] | None = None) -> None:
+        """Wait for the gathers that are still in progress.
 
-    def _wait(self, buckets: list[int]) -> None:
-        """Wait for the gathers of some buckets, if they are still in progress."""
-        for number in buckets:
+        Args:
+            buckets: The indices of the buckets; None for all, to read weights outside a forward
+                pass.
+        """
+        for number in list(self._works) if buckets is None else buckets:
             work = self._works.pop(number, None)
             if work is not None:
                 work.wait()

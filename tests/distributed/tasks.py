@@ -568,7 +568,7 @@ def train_and_watch_reductions(
     topology, chunks = _build_model_with(config, state)
     optimizer = ZeroOptimizer(config, topology, chunks)
     counts: Counter[str] = Counter()
-    send, wait = GradientReducer._send, WeightGather._wait
+    send, wait = GradientReducer._send, WeightGather.wait
     in_forward = False
 
     def counted_send(self: Any, bucket: Any) -> None:
@@ -577,15 +577,15 @@ def train_and_watch_reductions(
         counts["sent_within_backward" if is_within else "sent_after_backward"] += 1
         send(self, bucket)
 
-    def counted_wait(self: Any, buckets: list[int]) -> None:
+    def counted_wait(self: Any, *buckets: list[int]) -> None:
         before = len(self._works)
-        wait(self, buckets)
+        wait(self, *buckets)
         counts["weights_awaited_in_forward"] += (before - len(self._works)) * in_forward
 
     losses, norms = [], []
     with (
         patch.object(GradientReducer, "_send", counted_send),
-        patch.object(WeightGather, "_wait", counted_wait),
+        patch.object(WeightGather, "wait", counted_wait),
         contextlib.nullcontext() if overlap else without_overlap(),
     ):
         for step, tokens in enumerate(steps):
