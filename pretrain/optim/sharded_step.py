@@ -260,12 +260,9 @@ class _FlatBucket:
         # Zeros, because nothing else writes to the padding at the end.
         self.gradients = torch.zeros_like(flat_weights, dtype=torch.float32)
         self.is_late = bucket.is_late
-        self.slots: list[_Slot] = []
-        start = 0
-        for parameter in bucket.parameters:
-            view = self.gradients[start : start + parameter.numel()].view(parameter.shape)
-            self.slots.append(_Slot(parameter, view))
-            start += parameter.numel()
+        sizes = [parameter.numel() for parameter in bucket.parameters]
+        views = torch.split(self.gradients[: sum(sizes)], sizes)
+        self.slots = [_Slot(p, view.view_as(p)) for p, view in zip(bucket.parameters, views)]
         self.num_complete = 0
         """Number of parameters whose gradients are complete."""
         self.wait: Wait | None = None
