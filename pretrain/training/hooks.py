@@ -232,7 +232,8 @@ class LoggingHook(Hook):
         phase = phases[run.start_point.phase - 1]
         border = {PHASE: phase.number} if len(phases) > 1 and step == phase.first else {}
         if self.writer is not None and (changed or border):
-            self.writer.changed({"step": step, **border, CHANGED: changed})
+            # Only to metrics.jsonl, because the other destinations accept only numbers.
+            self.writer.file.write({"step": step, **border, CHANGED: changed})
 
     def after_step(self, run: Run, record: Record) -> None:
         """Log one step. tokens_per_second is the whole job's; TFLOP/s and MFU are per device."""
@@ -261,7 +262,7 @@ class LoggingHook(Hook):
     def before_rollback(self, run: Run) -> None:
         """Close metrics.jsonl with all records so far, some of which will be set aside."""
         if self.writer is not None:
-            self.writer.close_file()
+            self.writer.file.close()
 
     def after_rollback(self, run: Run) -> None:
         """Drop the records of the steps that will be taken again."""
@@ -560,7 +561,7 @@ class CheckpointHook(Hook):
         paths = RunPaths(run.config.directory)
         check_room(paths.checkpoints, run.config.state_bytes * num_parameters(run.config))
         if self.writer is not None:
-            self.writer.flush()
+            self.writer.file.flush()
 
 
 STOP_SECONDS = 30.0

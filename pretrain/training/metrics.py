@@ -376,9 +376,10 @@ class MetricsWriter:
         """
         make_directory(run_directory)
         self._path = RunPaths(run_directory).metrics
-        self._file = MetricsFile(self._path, resume_step)
+        self.file = MetricsFile(self._path, resume_step)
+        """metrics.jsonl."""
         # No warning without any record, because this run may begin with another run's checkpoint.
-        if 0 < (last := self._file.last_step) < resume_step:
+        if 0 < (last := self.file.last_step) < resume_step:
             say(
                 f"warning: {self._path}: ends at step {last}, and training goes on from step "
                 f"{resume_step}: the records of steps {last + 1} to {resume_step} are missing. To "
@@ -392,48 +393,34 @@ class MetricsWriter:
                 f'number. Install it with {INSTALL}, or set logging.wandb = "disabled"'
             )
         elif config.logging.wandb != "disabled":
-            self._open("wandb", lambda: Wandb(config, run_directory))
+            with self._guarded("wandb"):
+                self.destinations["wandb"] = Wandb(config, run_directory)
         if config.logging.tensorboard:
-            self._open("TensorBoard", lambda: TensorBoard(run_directory, resume_step))
+            with self._guarded("TensorBoard"):
+                self.destinations["TensorBoard"] = TensorBoard(run_directory, resume_step)
         self.destinations["console"] = Console(config)
 
     def step(self, record: Record) -> None:
         """Write the record of one training step."""
-        self._file.write(record)
+        self.file.write(record)
         self._each(lambda destination: destination.step(record))
 
     def evaluation(self, records: list[Record]) -> None:
         """Write the records of one evaluation: one per protocol and length, at one step."""
         for record in records:
-            self._file.write(record)
+            self.file.write(record)
         self._each(lambda destination: destination.evaluation(records))
-
-    def changed(self, record: Record) -> None:
-        """Write the record of changed keys to metrics.jsonl; the others accept only numbers."""
-        self._file.write(record)
-
-    def close_file(self) -> None:
-        """Close metrics.jsonl, with every record in it. Raises RunFailed if a write fails."""
-        self._file.close()
 
     def go_back(self, step: int) -> None:
         """Drop the records of the steps after `step`, which will be taken again."""
-        self.close_file()
-        self._file = MetricsFile(self._path, step)
+        self.file.close()
+        self.file = MetricsFile(self._path, step)
         self._each(lambda destination: destination.go_back(step))
-
-    def flush(self) -> None:
-        """Flush metrics.jsonl to the disk. Raises RunFailed if a write fails."""
-        self._file.flush()
 
     def close(self) -> None:
         """Write out what is buffered and close every destination."""
         self._each(lambda destination: destination.close())
-        self.close_file()
-
-    def _open(self, name: str, make: Callable[[], Destination]) -> None:
-        with self._guarded(name):
-            self.destinations[name] = make()
+        self.file.close()
 
     def _each(self, act: Callable[[Destination], None]) -> None:
         for name, destination in list(self.destinations.items()):
