@@ -586,25 +586,25 @@ def load_run(
         requests,
         reporter,
         start_point.origin(part),
-        _spike_detector(part, state, start_point),
+        _spike_detector(part, state, forgets=bool(changed)),
         streams[0].manifest.eos_id if part.data.per_document_attention else None,
     )
 
 
-def _spike_detector(
-    config: RunConfig, state: TrainerState, start_point: StartPoint
-) -> SpikeDetector | None:
+def _spike_detector(config: RunConfig, state: TrainerState, forgets: bool) -> SpikeDetector | None:
     """Return the detector that judges every step, with its state from the checkpoint.
 
-    If keys that affect training have changed, losses may jump, so the window of earlier steps is
-    forgotten.
+    Args:
+        config: The run.
+        state: The state of training.
+        forgets: Forget the window of earlier steps, because keys that affect training have changed
+            and losses may jump.
     """
     train = config.train
     if train.spike_policy == "none":
         return None
     detector = SpikeDetector(train.spike_threshold, train.spike_window_steps)
-    changed = any(each.effect in BY_NAME for each in start_point.differences)
-    detector.load(state.spikes, forgets=changed)
+    detector.load(state.spikes, forgets=forgets)
     return detector
 
 

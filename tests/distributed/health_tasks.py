@@ -359,7 +359,7 @@ def build_run(config: RunConfig) -> Any:
     torch.use_deterministic_algorithms(True, warn_only=True)
     run = run_without_data(config, topology)
     torch.use_deterministic_algorithms(False)
-    run.spikes = _spike_detector(config, run.state, run.start_point)
+    run.spikes = _spike_detector(config, run.state, forgets=False)
     return run
 
 
