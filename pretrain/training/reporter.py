@@ -169,9 +169,7 @@ class AttemptReporter:
             saved: The step of a checkpoint that was completed just before.
         """
         self._phase, self._step = phase, step
-        if self._attempt is not None:
-            with self._warning_of(self._attempt.directory):
-                self._attempt.phase(phase, step, saved)
+        self._report(lambda attempt: attempt.phase(phase, step, saved))
 
     @contextlib.contextmanager
     def during(self, phase: str, step: int, saved: int | None = None) -> Iterator[None]:
@@ -189,20 +187,22 @@ class AttemptReporter:
     def progress(self, step: int) -> None:
         """Report a sign of life after a step or a pass of an evaluation. Cheap to call."""
         self._step = step
-        if self._attempt is not None:
-            with self._warning_of(self._attempt.directory):
-                self._attempt.progress(step, self._phase)
+        self._report(lambda attempt: attempt.progress(step, self._phase))
 
-    @contextlib.contextmanager
-    def _warning_of(self, directory: Path) -> Iterator[None]:
-        """Warn once about a status that cannot be written: training does not need it."""
+    def _report(self, act: Callable[[Attempt], object]) -> None:
+        """Report to the attempt, if there is one.
+
+        Warn once about a status that cannot be written: training does not need it.
+        """
+        if self._attempt is None:
+            return
         try:
-            yield
+            act(self._attempt)
         except OSError as error:
             self.warn(
                 "status",
-                f"{directory}: status cannot be written ({error.strerror}); training goes on, and "
-                "`launcher status` may show an older step",
+                f"{self.attempt}: status cannot be written ({error.strerror}); training goes on, "
+                "and `launcher status` may show an older step",
             )
 
     def end(self, code: int, reason: str, outcome: Outcome | None = None) -> None:
