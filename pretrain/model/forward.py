@@ -86,7 +86,8 @@ def run_schedule(
         if isinstance(batch, MaskedBatch):
             batch = MaskedBatch(*map(platform.to_device, batch))
             return call_model(model, batch, length), lambda losses: own_loss(losses[batch.chosen])
-        with _logits_of_last(chunk, last) if last < length else contextlib.nullcontext():
+        cuts = last < length and chunk.post_process
+        with _logits_of_last(chunk, last) if cuts else contextlib.nullcontext():
             return call_model(model, platform.to_device(batch), last, eos_id), own_loss
 
     def own_loss(losses: Tensor) -> tuple[Tensor, Any]:
@@ -187,19 +188,15 @@ def document_starts(inputs: Tensor, eos_id: int) -> Tensor:
     return torch.where(begins, index, 0).cummax(dim=1).values
 
 
-@contextlib.contextmanager
-def _logits_of_last(chunk: GPTModel, last: int) -> Iterator[None]:
+def _logits_of_last(chunk: GPTModel, last: int) -> Any:
     """Give the output layer only the hidden states [last, B, hidden] of the last tokens.
 
-    A hook, because GPTModel has no argument for it.
+    A hook, because GPTModel has no argument for it. The result is a context manager that removes
+    the hook.
     """
-    if not chunk.post_process:
-        yield
-        return
-    with chunk.output_layer.register_forward_pre_hook(
+    return chunk.output_layer.register_forward_pre_hook(
         lambda _, arguments: (arguments[0][-last:], *arguments[1:])
-    ):
-        yield
+    )
 
 
 def logits(chunk: GPTModel, inputs: Tensor) -> Tensor:
