@@ -332,25 +332,27 @@ class ReplayHook(Hook):
             return
         done, ledger.replay = ledger.replay, None
         found, seen = _compare(run.topology, ledger, done), done.trouble.seen
+        if done.jumped_to is None:
+            _blame(run, found, seen, done.trouble.ranks)
+        cause, ranks = Cause.REPRODUCES, list[int]()
         if done.jumped_to is not None:
             line = f"{seen}: it happens again with the same data, to a norm of {done.jumped_to:.4g}"
             if found.step is not None:
                 since = f"numbers that differed from step {found.step} on"
                 line = f"{line}, after {since} ({_whose(found, found.ranks)})"
-            _conclude(run, Cause.REPRODUCES, done.until, found, [], f"{line}. Training goes on")
-            return
-        _blame(run, found, seen, done.trouble.ranks)
-        ranks = list(done.trouble.ranks) or found.ranks
-        if isinstance(done.trouble, Unsteady) and found.unsteady:
+            line = f"{line}. Training goes on"
+        elif isinstance(done.trouble, Unsteady) and found.unsteady:
             line = f"{seen}: {_whose(found, [])}. Training goes on, and computes no step twice"
-            _conclude(run, Cause.REPRODUCES, done.until, found, [], line)
-            return
-        since = f", which differed from step {found.step} on" if found.step is not None else ""
-        line = (
-            f"{seen}: transient. It did not happen again with the same data{since}; "
-            f"{_whose(found, ranks)}. Training goes on from the replayed step {run.state.step}"
-        )
-        _conclude(run, Cause.TRANSIENT, done.until, found, ranks, line)
+        else:
+            cause, ranks = Cause.TRANSIENT, list(done.trouble.ranks) or found.ranks
+            since = f", which differed from step {found.step} on" if found.step is not None else ""
+            line = (
+                f"{seen}: transient. It did not happen again with the same data{since}; "
+                f"{_whose(found, ranks)}. Training goes on from the replayed step {run.state.step}"
+            )
+        _write(run, cause, done.until, found, ranks, line)
+        if run.topology.is_main:
+            say(line)
 
 
 def _whose(found: _Findings, ranks: Sequence[int]) -> str:
@@ -424,15 +426,6 @@ def _reproduced(run: Run, found: _Findings, trouble: Spike | Unsound) -> None:
 def note_poisoned_start(run: Run, found: Unsound) -> None:
     """Record that the loaded state cannot be right, as it would be wrong after another load too."""
     _write(run, Cause.REPRODUCES, run.state.step, _Findings([], None, []), [], found.seen)
-
-
-def _conclude(
-    run: Run, cause: Cause, step: int, found: _Findings, ranks: Sequence[int], line: str
-) -> None:
-    """Write diagnosis.json, and print the result. All ranks together."""
-    _write(run, cause, step, found, ranks, line)
-    if run.topology.is_main:
-        say(line)
 
 
 def _write(
