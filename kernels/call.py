@@ -189,7 +189,6 @@ class Call(NamedTuple):
 
     dtype: torch.dtype
     head_dim: int
-    num_queries: int
     num_keys: int
     heads: int
     groups: int
@@ -211,12 +210,8 @@ class Call(NamedTuple):
 
     @property
     def dtype_name(self) -> str:
-        return {
-            torch.float16: "fp16",
-            torch.bfloat16: "bf16",
-            torch.float32: "fp32",
-            torch.float64: "fp64",
-        }.get(self.dtype, str(self.dtype))
+        """Return the name of the dtype as in configs, such as bf16."""
+        return str(self.dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
 
     def older_than(self, major: int, minor: int) -> bool:
         """Return True on a GPU of a compute capability below major.minor."""
@@ -239,7 +234,6 @@ def describe_call(
     return Call(
         dtype=q_SBHD.dtype,
         head_dim=q_SBHD.shape[3],
-        num_queries=q_SBHD.shape[0],
         num_keys=k_SBGD.shape[0],
         heads=q_SBHD.shape[2],
         groups=k_SBGD.shape[2],

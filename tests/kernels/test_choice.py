@@ -12,7 +12,6 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 ALIBI = Call(
     dtype=BF16,
     head_dim=128,
-    num_queries=1024,
     num_keys=1024,
     heads=16,
     groups=16,
@@ -43,7 +42,6 @@ CHOICES = [
     ({"dtype": FP32}, "triton"),
     ({"dtype": FP16, "capability": V100}, "folded"),
     ({"dtype": FP16, "capability": V100, "dropout": True}, "folded"),
-    ({"dtype": FP16, "capability": V100, "num_queries": 5}, "folded"),
     ({"head_dim": 320}, "folded"),
     ({"has_triton": False}, "folded"),
     # What only a mask expresses.
@@ -58,7 +56,7 @@ CHOICES = [
     ({"bias": "table", "head_dim": 320}, "sdpa"),
     # CPUs.
     ({"capability": None, "dtype": FP32}, "sdpa"),
-    ({"capability": None, "bias": "none", "num_queries": 5}, "sdpa"),
+    ({"capability": None, "bias": "none"}, "sdpa"),
     ({"capability": None, "dtype": FP64, "head_dim": 320}, "sdpa"),
 ]
 
@@ -115,7 +113,6 @@ def test_a_call_is_described_as_it_is(slopes, table, kind):
     assert described == Call(
         dtype=FP16,
         head_dim=20,
-        num_queries=3,
         num_keys=7,
         heads=4,
         groups=2,

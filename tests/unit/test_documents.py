@@ -40,7 +40,7 @@ def test_a_document_begins_behind_each_end(length):
 
 
 def test_the_config_serves_the_backends_that_have_the_mask():
-    call = Call(torch.bfloat16, 64, 9, 9, 2, 2, "none", True, False, (9, 0), True, documents=True)
+    call = Call(torch.bfloat16, 64, 9, 2, 2, "none", True, False, (9, 0), True, documents=True)
     without = {name for name, refusal in REFUSALS.items() if refusal(call) is not None}
     backends = set(get_args(ModelSection.model_fields["attention_backend"].annotation))
     assert set(DOCUMENT_BACKENDS) == backends - without

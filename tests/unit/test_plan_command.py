@@ -192,7 +192,6 @@ def test_the_planned_attention_is_the_one_that_is_chosen(is_modern, method):
         call = Call(
             dtype=torch.bfloat16 if is_modern else torch.float16,
             head_dim=head_dim,
-            num_queries=length,
             num_keys=length,
             heads=2,
             groups=2,
