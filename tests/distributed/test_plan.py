@@ -54,7 +54,6 @@ FURTHER: dict[str, dict[str, dict[str, Any]]] = {
         "position": {"method": "learned", "max_position_embeddings": 64},
         "train": {"recompute_granularity": "full"},
     },
-    "cp4": {"parallel": SPLIT, "position": {"method": "t5"}},
     "cp4, recompute": {
         "parallel": SPLIT,
         "position": {"method": "t5"},

@@ -15,7 +15,6 @@ from pretrain.config import ConfigError
 @pytest.mark.parametrize(
     ("architectures", "capability", "runs"),
     [
-        (["sm_80"], [8, 0], True),
         (["sm_80"], [8, 6], True),
         (["sm_86"], [8, 0], False),
         (["sm_80", "compute_80"], [9, 0], True),
@@ -23,7 +22,6 @@ from pretrain.config import ConfigError
         (["sm_90a"], [9, 0], True),
         (["sm_100f"], [10, 3], True),
         (["sm_75", "sm_80", "sm_90"], [7, 0], False),
-        ([], [8, 0], False),
     ],
 )
 def test_what_a_build_of_torch_runs_on(architectures, capability, runs):
