@@ -469,8 +469,7 @@ def prepare(local_rank: int) -> None:
     # A run computes what its config says, whatever the caller or a container's variables have set.
     torch.set_default_dtype(torch.float32)
     torch.set_float32_matmul_precision("highest")
-    if not has_cuda():
-        os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ["DS_ACCELERATOR"] = "cuda" if has_cuda() else "cpu"
     # Imported here because DeepSpeed chooses its accelerator from the environment on import.
     import deepspeed.ops
 

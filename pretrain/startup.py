@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -59,9 +58,10 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 MODULES = ("megatron.core", "deepspeed.runtime.zero.muon.original_muon")
-"""Modules that decorate with torch.compile, or import one of WITHHELD, when they are imported."""
-WITHHELD = ("wandb", "torch.utils.tensorboard")
-"""Modules that these do without where they are not installed."""
+"""Modules, with all within them, that decorate with torch.compile or import one of WITHHELD."""
+WITHHELD = ("wandb", "torch.utils.tensorboard", "transformer_engine", "apex")
+"""Modules that these do without where they are not installed. Nothing here computes with the last
+two, which change what Megatron does, or end its import, where they were built for another torch."""
 
 
 def install() -> None:
@@ -73,17 +73,13 @@ def install() -> None:
 class _LeanFinder:
     """Find each of MODULES as Python does, and execute it in `_lean`."""
 
-    def __init__(self) -> None:
-        self._left = set(MODULES)
-
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the spec of a module of MODULES; else None."""
-        if name not in self._left:
+        if not name.startswith(MODULES):
             return None
-        self._left.remove(name)
-        spec = importlib.util.find_spec(name)
+        spec = PathFinder.find_spec(name, path)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
