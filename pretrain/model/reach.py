@@ -405,7 +405,8 @@ def _normalized_vocabulary(chunk: GPTModel) -> Tensor | None:
 
     None if the inputs of the chunk are not rows of an embedding. Collective over tensor ranks.
     """
-    if not chunk.pre_process:
+    position = chunk.position
+    if not chunk.pre_process or position.method.adds_to_embeddings(position.config):
         return None
     words = chunk.embedding.word_embeddings
     # The rows of adaptive inputs are products, whose rounding differs between batches.
