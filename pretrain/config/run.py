@@ -466,7 +466,9 @@ def changed_keys(phase: PhaseSection) -> dict[str, Any]:
 def _flat(table: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
     """Yield the keys of nested tables, down to where a table is the value of a key."""
     for name, value in table.items():
-        path = (*above, name)
+        # A name with dots, as --set writes it, is nested tables.
+        first, _, rest = name.partition(".")
+        path, value = (*above, first), {rest: value} if rest else value
         depth = 4 if path[:2] == ("data", "corpora") else 2
         if isinstance(value, dict) and len(path) < depth:
             yield from _flat(value, path)
