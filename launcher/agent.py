@@ -67,7 +67,7 @@ def main(command: list[str]) -> None:
     if rank:
         rank.kill()
         rank.wait()
-    _report(rank)
+    _report(rank if heard else None)
 
 
 def _started(command: list[str]) -> subprocess.Popen[bytes] | None:

@@ -251,7 +251,7 @@ def check_nodes(
     if any(each.number in (errno.ENOSPC, errno.EDQUOT) for each in readings.processes):
         raise NoSpace(f"preflight: {attempt.run}: no space is left")
     if refusal:
-        raise ConfigError(f"preflight: {refusal}")
+        raise ConfigError(f"preflight: {refusal}. All output is in {attempt.directory / LOG}")
     return faults
 
 
