@@ -162,9 +162,8 @@ class Process:
                 0 if directory else int(fixed or 29500),
                 directory,
             )
-        # srun. A job step of one task is a run of one process. The job's number stands in for the
-        # step's.
-        num_tasks = int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", 1)))
+        # srun. A job step of one task is a run of one process, and so is a batch script.
+        num_tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
         if "SLURM_PROCID" in env and num_tasks > 1:
             if directory is None and ("MASTER_ADDR" not in env or fixed is None):
                 raise ConfigError(

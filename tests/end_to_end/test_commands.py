@@ -348,7 +348,7 @@ def test_every_launcher_gives_the_same_run(workspace, config, whole):
     assert losses(workspace / "runs/torchrun") == expected
 
     job = {
-        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_JOB_ID": "4711",
         "SLURM_JOB_NODELIST": "gpu[003-004]",
         "MASTER_ADDR": "127.0.0.1",

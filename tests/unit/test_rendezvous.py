@@ -300,7 +300,7 @@ def test_a_fixed_port_that_is_taken_is_named(monkeypatch):
 # ---- what a process reads from its environment ---------------------------------------------------
 SLURM = {
     "SLURM_PROCID": "3",
-    "SLURM_NTASKS": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
     "SLURM_LOCALID": "1",
     "SLURM_JOB_ID": "4711",
     "SLURM_STEP_ID": "2",
