@@ -88,6 +88,9 @@ def train(config: RunConfig, resume: str = "auto", allowed: Collection[str] = ()
             the path of a run or checkpoint, or a URL of a store.
         allowed: Keys that may differ from the checkpoint's although they change training.
 
+    In the main thread, SIGTERM and SIGUSR1, which Slurm sends before a time limit, ask for a save
+    and the return of this call.
+
     Raises:
         ConfigError: The input is wrong; nothing has been written then.
         RunFailed: The run cannot go on, for example because its gradients are not finite.
@@ -95,8 +98,11 @@ def train(config: RunConfig, resume: str = "auto", allowed: Collection[str] = ()
     from pretrain import topology
     from pretrain.rundir.checkpoints import complete_checkpoints
     from pretrain.training.loop import train as run
+    from pretrain.training.reporter import Requests
 
-    code = run(config, resume, None, allowed)
+    requests = Requests()
+    with requests.heard():
+        code = run(config, resume, requests, allowed)
     topology.finish()
     newest = next(iter(reversed(complete_checkpoints(config.directory))), None)
     step = int(newest.name.removeprefix("step-")) if newest is not None else 0

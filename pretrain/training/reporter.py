@@ -12,6 +12,7 @@ import faulthandler
 import math
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -89,9 +90,24 @@ class Requests:
         if callable(self._leave):
             signal.signal(signal.SIGINT, self._interrupt)
         for number in EXIT_CODES:
-            signal.signal(number, lambda n, _: self._noted.add(n))
+            signal.signal(number, self._note)
         faulthandler.register(signal.SIGUSR2, all_threads=True)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [*EXIT_CODES, signal.SIGUSR2])
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        """Record SIGTERM and SIGUSR1 in this context, if it is in the main thread."""
+        in_main = threading.current_thread() is threading.main_thread()
+        numbers = tuple(EXIT_CODES) if in_main else ()
+        before = {number: signal.signal(number, self._note) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._noted.add(number)
 
     def votes(self) -> list[float]:
         """Return 1 for each request that this process has recorded, else 0, and 1 for a problem.

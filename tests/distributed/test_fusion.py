@@ -164,7 +164,6 @@ def test_layers_that_inductor_compiles_have_the_gradients_of_the_dense_reference
         ("t5", "pp2", "none", [2, 5], [tasks.traced]),
         # The scores of one layer are a function, which autograd computes again by itself.
         ("hybrid", "one", "full", [8], [tasks.traced]),
-        pytest.param("hybrid", "one", "full", [8], [], marks=pytest.mark.torture),
     ],
 )
 def test_compiled_layers_are_one_graph_with_the_gradients_of_the_dense_reference(

@@ -228,6 +228,22 @@ def test_a_signal_while_torch_is_imported(run, train, tmp_path, name, code):
     assert last_attempt(directory).ended.code == code
 
 
+CALL = """
+import pretrain, signal, sys
+result = pretrain.train(pretrain.load_config(sys.argv[1], sys.argv[2:]))
+print(result.exit_code, result.step > 0, signal.getsignal(signal.SIGUSR1).name)
+"""
+
+
+def test_the_library_s_call_saves_and_returns_and_gives_the_signal_back(workspace, config):
+    run = workspace / "runs/call"
+    settings = f"run.directory={run}", "train.num_steps=100000"
+    process = Running([PRETRAIN[0], "-c", CALL, config, *settings])
+    wait_for(lambda: "\nstep 1/" in process.said())
+    process.send_signal(signal.SIGUSR1)
+    assert process.ended().out.endswith("75 True SIG_DFL\n")
+
+
 # ---- one run, one process group ------------------------------------------------------------------
 
 

@@ -16,7 +16,6 @@ from pretrain.config import ConfigError
     ("architectures", "capability", "runs"),
     [
         (["sm_80"], [8, 6], True),
-        (["sm_86"], [8, 0], False),
         (["sm_80", "compute_80"], [9, 0], True),
         (["compute_90"], [8, 0], False),
         (["sm_90a"], [9, 0], True),

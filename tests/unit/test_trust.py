@@ -29,7 +29,6 @@ from pretrain.config import ConfigError, RunFailed
 from pretrain.data.build.folder import BuildFolder, locked
 from pretrain.launcher import control, evaluations, slurm
 from pretrain.launcher.ranks import LocalRanks
-from pretrain.launcher.status import check_run
 from pretrain.rundir import trust
 from pretrain.rundir.attempts import Attempt
 from pretrain.rundir.files import (
@@ -544,18 +543,6 @@ def test_the_log_of_another_user_s_run_leads_to_no_file_of_mine(
         control.print_log(run, None, following=False)
     out = capfd.readouterr()
     assert "secret" not in out.out + out.err
-
-
-@needs_root
-def test_a_run_that_may_not_be_read_is_said_with_owner_and_mode(run: Path) -> None:
-    for path in (*run.parent.parent.parents, run.parent.parent, run.parent):
-        if path != Path("/") and path != Path("/tmp"):
-            path.chmod(path.stat().st_mode | 0o055)
-    give_away(run)
-    run.chmod(0o700)
-    for look in (check_run, lambda path: control.print_log(path, None, following=False)):
-        said = as_user(STRANGER + 1, lambda look=look: look(run))
-        assert said.startswith("ConfigError: ") and f"owner {STRANGER}, mode 0700" in said, said
 
 
 def test_nothing_that_others_could_have_written_is_unpickled() -> None:
