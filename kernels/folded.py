@@ -107,6 +107,9 @@ def attention_folded(
     """
     num_queries, num_keys, width = q_SBHD.shape[0], k_SBGD.shape[0], q_SBHD.shape[3]
     scale = width**-0.5 if scale is None else scale
+    if scale <= 0:
+        # The columns divide by the scale, and torch's own causal mask needs a positive one.
+        q_SBHD, scale = (-q_SBHD, -scale) if scale else (0 * q_SBHD, 1.0)
     assert bias.slopes is not None  # checked by `refusal`
     q = _widened(q_SBHD, _cached_query_columns(bias.slopes, scale, q_SBHD.dtype))
     # The backward pass keeps q, k and v. The widened q and k are copies, so v must be one too: a
