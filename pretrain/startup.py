@@ -19,6 +19,7 @@ import functools
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import FrameType, ModuleType
@@ -73,6 +74,10 @@ def install() -> None:
 class _LeanFinder:
     """Find each of MODULES as Python does, and execute it in `_lean`."""
 
+    def __init__(self) -> None:
+        # Threads and nested imports share one context: the first enters it, the last leaves it.
+        self._lock, self._depth, self._context = threading.Lock(), 0, contextlib.ExitStack()
+
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
@@ -84,11 +89,25 @@ class _LeanFinder:
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                with _lean():
+                with self._sharing():
                     execute(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+    @contextlib.contextmanager
+    def _sharing(self) -> Iterator[None]:
+        with self._lock:
+            self._depth += 1
+            if self._depth == 1:
+                self._context.enter_context(_lean())
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._depth -= 1
+                if not self._depth:
+                    self._context.close()
 
 
 @contextlib.contextmanager

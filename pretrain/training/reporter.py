@@ -96,7 +96,10 @@ class Requests:
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
-        """Record SIGTERM and SIGUSR1 in this context, if it is in the main thread."""
+        """Record SIGTERM and SIGUSR1 in this context, if it is in the main thread.
+
+        Handlers that C code has set, such as faulthandler's, are not known to Python and are lost.
+        """
         in_main = threading.current_thread() is threading.main_thread()
         numbers = tuple(EXIT_CODES) if in_main else ()
         before = {number: signal.signal(number, self._note) for number in numbers}
@@ -104,7 +107,7 @@ class Requests:
             yield
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                signal.signal(number, handler or signal.SIG_DFL)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noted.add(number)
