@@ -58,7 +58,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
     os._exit(CODE)
 
 
-MODULES = ("megatron.core", "deepspeed.runtime.zero.muon.original_muon")
+MODULES = ("megatron.core", "deepspeed")
 """Modules, with all within them, that decorate with torch.compile or import one of WITHHELD."""
 WITHHELD = ("wandb", "torch.utils.tensorboard", "transformer_engine", "apex")
 """Modules that these do without where they are not installed. Nothing here computes with the last
