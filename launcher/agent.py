@@ -67,7 +67,7 @@ def main(command: list[str]) -> None:
     if rank:
         rank.kill()
         rank.wait()
-    _report(rank if heard else None)
+    _report(rank)
 
 
 def _started(command: list[str]) -> subprocess.Popen[bytes] | None:
