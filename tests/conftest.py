@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import fcntl
 import gc
-import importlib
 import multiprocessing.forkserver
 import os
 import signal
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,16 +65,14 @@ def closed_process_group() -> Iterator[None]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Collect garbage again, and start the server from which commands of these folders are forked.
+    """Collect garbage again, and start the server from which the tests' commands are forked.
 
     A process has one such server. A test that builds data would start one without the imports, and
     each command would then make them by itself, in three seconds of a processor.
     """
     gc.freeze()
     gc.enable()
-    folders = {item.path.parent.name for item in session.items}
-    if folders & {"distributed", "end_to_end", "slurm"}:
-        importlib.import_module("tests.end_to_end.commands")  # says what it imports
+    if "tests.end_to_end.commands" in sys.modules:  # says what the server imports
         multiprocessing.forkserver.ensure_running()
 
 
