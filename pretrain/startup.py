@@ -62,7 +62,7 @@ MODULES = ("megatron.core", "deepspeed")
 """Modules, with all within them, that decorate with torch.compile or import one of WITHHELD."""
 WITHHELD = ("wandb", "torch.utils.tensorboard", "transformer_engine", "apex")
 """Modules that these do without where they are not installed. Nothing here computes with the last
-two, which change what Megatron does, or end its import, where they were built for another torch."""
+two. They change what Megatron does, and one that was built for another torch ends its import."""
 
 
 def install() -> None:

@@ -337,6 +337,8 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
         (SLURM | TORCHRUN | {"MASTER_PORT": "5"}, ("127.0.0.1", 5, None, "")),
         ({}, ("127.0.0.1", 0, None, "")),
         ({"PRETRAIN_RENDEZVOUS": "/r"}, ("127.0.0.1", 0, None, "")),
+        # A batch script has these two, and is no step of srun.
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, ("127.0.0.1", 0, None, "")),
     ],
 )
 def test_where_the_ranks_meet(monkeypatch, variables, expected):
