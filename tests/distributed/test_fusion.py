@@ -146,6 +146,7 @@ def test_compiled_regions_are_one_kernel_in_each_direction_and_change_nothing(po
     assert num_kernels == 8
 
 
+@pytest.mark.torture
 def test_layers_that_inductor_compiles_have_the_gradients_of_the_dense_reference(pools):
     """A learned table gets its gradient through attention's operation."""
     state, tokens, *_, gradients = expected_gradients("t5", 8)
@@ -243,9 +244,10 @@ def test_a_model_trains_with_products_of_8_bits_and_scores_without(pools, how):
     plain = steps_config(train={"fusion": "layers"})
     pools(1).run(*how, tasks.train_steps, plain, state, batches[:1])
     config = steps_config(train={"fusion": "layers", "fp8": True})
-    actual = pools(1).run(*how, tasks.train_steps, config, state, batches[:4])[0]["losses"]
-    assert actual == pytest.approx(losses[:4], rel=0.02)
-    assert actual != pytest.approx(losses[:4], rel=1e-5)
+    # A CPU takes 40 ms for a product of 8 bits.
+    actual = pools(1).run(*how, tasks.train_steps, config, state, batches[:2])[0]["losses"]
+    assert actual == pytest.approx(losses[:2], rel=0.02)
+    assert actual != pytest.approx(losses[:2], rel=1e-5)
     state, tokens, _, loss, _ = expected_gradients("alibi", 8)
     config = fused(variant_config("alibi", 8, {}), fusion="layers", fp8=True)
     task = *how, gradients_of_compiled_layers
