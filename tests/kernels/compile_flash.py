@@ -6,8 +6,8 @@ named target on any machine. By hand, in a clone:
 
     python -m tests.kernels.compile_flash '{"capability": 90, "width": 128, "skip": false}'
 
-The argument is the JSON of a `Variant`. TRITON_CACHE_DIR must name an empty folder, since ptxas
-reports only on what it assembles. One line of JSON is printed for each kernel.
+An argument is the JSON of a `Variant`; without one, each line of the standard input is. One line of
+JSON is printed for each kernel of a variant, and an empty one after the last.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import multiprocessing
 import re
 import subprocess
 import sys
@@ -49,6 +50,8 @@ class Variant(NamedTuple):
     heads: int = 2
     documents: bool = False
     """Attention stays within documents."""
+    loops: bool = False
+    """Report what the steps of each kernel's loops cost, too, which takes as long as ptxas does."""
 
 
 class NoDevice:
@@ -103,15 +106,17 @@ def read_loops(cubin: bytes, warps: int) -> list[dict[str, int]]:
     return found
 
 
-def read_report(name: str, compiled: Any, log: str) -> dict[str, Any]:
+def read_report(name: str, compiled: Any, log: str, loops: bool) -> dict[str, Any]:
     """Return what matters of a compiled kernel.
 
     Args:
         name: Name of the kernel.
         compiled: Triton's compiled kernel.
         log: What `ptxas -v` printed while it assembled the kernel.
+        loops: Read its loops, if it has products.
     """
-    ptx = compiled.asm["ptx"]
+    ptx, warps = compiled.asm["ptx"], compiled.metadata.num_warps
+    loops &= "wgmma.mma_async" in ptx
     spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     registers = re.search(r"Used (\d+) registers", log)
     assert spilled and registers, f"ptxas did not report on {name}: {log!r}"
@@ -128,7 +133,7 @@ def read_report(name: str, compiled: Any, log: str) -> dict[str, Any]:
         ),
         "products": sorted(set(re.findall(r"(?:wgmma\.mma_async|mma)\.sync\.aligned\.(\S+)", ptx))),
         "wgmma": ptx.count("wgmma.mma_async"),
-        "loops": read_loops(compiled.asm["cubin"], compiled.metadata.num_warps),
+        "loops": read_loops(compiled.asm["cubin"], warps) if loops else [],
         "atomics": ptx.count("atom."),
     }
 
@@ -142,7 +147,8 @@ def main(variant: Variant) -> None:
         with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as log:
             triton.knobs.nvidia.dump_ptxas_log = True
             compiled = run(self, *args, grid=grid, warmup=True, **options)
-        print(json.dumps(read_report(self.fn.__name__, compiled, log.getvalue())))
+        name = self.fn.__name__
+        print(json.dumps(read_report(name, compiled, log.getvalue(), variant.loops)))
 
     JITFunction.run = compile_only
     triton.runtime.driver.set_active(NoDevice(variant.capability))
@@ -159,11 +165,21 @@ def main(variant: Variant) -> None:
         table = torch.zeros(variant.heads, 32).requires_grad_()
     bias = ScoreBias(slopes, table, 128, variant.causal)
     starts = torch.zeros(1, variant.length, dtype=torch.int32) if variant.documents else None
-    out = launch.attention_triton(
-        q, k, v, bias, None, variant.dropout_p, skip=variant.skip, document_starts=starts
-    )
-    out.sum().backward()
+    # ptxas reports only on what it assembles.
+    with tempfile.TemporaryDirectory() as triton.knobs.cache.dir:
+        out = launch.attention_triton(
+            q, k, v, bias, None, variant.dropout_p, skip=variant.skip, document_starts=starts
+        )
+        out.sum().backward()
 
 
 if __name__ == "__main__":
-    main(Variant(**json.loads(sys.argv[1])))
+    for line in sys.argv[1:] or sys.stdin:
+        # A process of its own, since kernels and targets stay with it.
+        arguments = (Variant(**json.loads(line)),)
+        process = multiprocessing.get_context("fork").Process(target=main, args=arguments)
+        process.start()
+        process.join()
+        if process.exitcode:
+            sys.exit(f"exit code {process.exitcode}")
+        print(flush=True)

@@ -1,4 +1,4 @@
-"""Let Triton's interpreter prepare itself once a launch, and not again at each device function."""
+"""Let Triton's interpreter do once what it repeats at each device function and operation."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import functools
 import types
 from typing import Any
 
+import numpy
 import torch
 
 if not torch.cuda.is_available():
     import triton.language as tl
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     # A launch gives triton.language the functions of the interpreter, and takes them back. Each
@@ -26,6 +28,34 @@ if not torch.cuda.is_available():
     def _numpy_type(type_: tl.dtype) -> Any:
         return of_pointer if type_.scalar.is_ptr() else of_scalar(type_.scalar)
 
+    # Half of the rest are types of blocks, made anew for each result, and sums and products of
+    # integers, repeated in 64 bits by eight of Triton's operations to see that none overflows.
+    new_type, types_made = tl.block_type.__init__, dict[Any, dict[str, Any]]()
+    exactly = {"add": numpy.add, "sub": numpy.subtract, "mul": numpy.multiply}
+
+    def _new_type(self: Any, element_type: tl.dtype, shape: Any) -> None:
+        sizes = [size.value if isinstance(size, tl.constexpr) else size for size in shape]
+        key = element_type.name, *sizes
+        if key not in types_made:
+            new_type(self, element_type, shape)
+            shape = tl.tuple([tl.constexpr(size) for size in sizes])
+            types_made[key] = vars(self) | {"of_tensor": (shape, tl.constexpr(self.numel))}
+        vars(self).update(types_made[key])
+
+    def _new_tensor(self: Any, handle: Any, type: tl.dtype) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = type.of_tensor if type.is_block() else (no_sizes, one)
+
+    def _check_overflow(self: Any, left: Any, right: Any, operation: Any) -> None:
+        type_, operands = left.type.scalar, (left.handle.data, right.handle.data)
+        if type_.int_bitwidth < 64:
+            result = exactly[operation.__name__](*(x.astype(numpy.int64) for x in operands))
+            least, most = type_.get_int_min_value(), type_.get_int_max_value()
+            assert least <= result.min() and result.max() <= most, f"{type_} overflows"
+
+    no_sizes, one = tl.tuple([]), tl.constexpr(1)
+    tl.block_type.__init__, tl.tensor.__init__ = _new_type, _new_tensor
+    TritonSemantic.binary_op_sanitize_overflow_impl = _check_overflow
     interpreter._patch_lang = lambda function: prepare(modules)
     interpreter.InterpretedFunction.__call__ = _call
     interpreter._get_np_dtype = _numpy_type

@@ -3,6 +3,7 @@
 No GPU is needed: Triton compiles for a named target on any machine.
 """
 
+import itertools
 import json
 import os
 import subprocess
@@ -17,7 +18,7 @@ from tests.kernels.compile_flash import Variant
 # Bytes that a thread may spill to local memory (stores plus loads) in each kernel, where it is not
 # zero. Sizes are those of Triton 3.7.1's ptxas, rounded up to the next multiple of 64.
 VARIANTS = {
-    "default, width 128": (Variant(90, 128), {"dkdv_kernel": 64}),
+    "default, width 128": (Variant(90, 128, loops=True), {"dkdv_kernel": 64}),
     "default, width 64": (Variant(90, 64), {}),
     "default, fp16": (Variant(90, 64, "float16"), {}),
     "no skipping": (Variant(90, 128, skip=False), {"dkdv_kernel": 64}),
@@ -49,25 +50,31 @@ ISSUE = {"forward_kernel": 1088, "dkdv_kernel": 1088, "dq_kernel": 896}
 CORE = {("default, width 128",), ("documents, table",), ("documents, sm_80",)}
 
 
-def compile_kernels(variant, cache):
-    """Return what `compile_flash` reports of each kernel of a variant, by name."""
+@pytest.fixture(scope="module")
+def compile_kernels():
+    """Return a function: variant -> what `compile_flash` reports of each of its kernels, by name.
+
+    One process compiles for all tests.
+    """
+    command = [sys.executable, "-m", "tests.kernels.compile_flash"]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_flash", json.dumps(variant._asdict())],
-        # An empty cache, since ptxas reports only on what it assembles.
-        env=environment | {"TRITON_CACHE_DIR": str(cache)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    return {kernel["name"]: kernel for kernel in map(json.loads, result.stdout.splitlines())}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, env=environment, cwd=ROOT, text=True, **pipes) as program:
+
+        def run(variant):
+            print(json.dumps(variant._asdict()), file=program.stdin, flush=True)
+            lines = list(itertools.takewhile(str.strip, program.stdout))
+            assert lines and all(line.startswith("{") for line in lines), "".join(lines)
+            return {kernel["name"]: kernel for kernel in map(json.loads, lines)}
+
+        yield run
+        program.stdin.close()
 
 
 @pytest.mark.parametrize(("case",), mark_torture([(case,) for case in VARIANTS], CORE))
-def test_kernels_compile_to_what_the_gpu_is_good_at(case, tmp_path):
+def test_kernels_compile_to_what_the_gpu_is_good_at(case, compile_kernels):
     variant, may_spill = VARIANTS[case]
-    kernels = compile_kernels(variant, tmp_path)
+    kernels = compile_kernels(variant)
     table = variant.bias == "table"
     slopes = variant.bias in ("slopes", "trained")
     products = {"forward_kernel", "dkdv_kernel", "dq_kernel"}
@@ -94,12 +101,12 @@ def test_kernels_compile_to_what_the_gpu_is_good_at(case, tmp_path):
         assert all(f"f32.{short}.{short}" in x for x in kernels[name]["products"]), kernels[name]
         if variant.capability == 90 and name != "row_gradient_kernel":
             assert kernels[name]["wgmma"] > 0, f"{name} makes no use of wgmma"
-        if variant == Variant(90, 128):
+        if variant.loops:
             steps = [loop["issue"] for loop in kernels[name]["loops"]]
             assert len(steps) == 2 and max(steps) <= ISSUE[name], (name, steps)
 
 
-def test_one_key_compiles_with_skipping(tmp_path):
+def test_one_key_compiles_with_skipping(compile_kernels):
     """Compile for arguments that are 1, of which Triton makes constants."""
-    kernels = compile_kernels(Variant(90, 64, bias="trained", length=1, heads=1), tmp_path)
+    kernels = compile_kernels(Variant(90, 64, bias="trained", length=1, heads=1))
     assert all(kernel["cubin"] > 0 for kernel in kernels.values())
