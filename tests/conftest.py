@@ -58,10 +58,17 @@ def mark_torture(cases: list[tuple[Any, ...]], core: set[tuple[Any, ...]]) -> li
 
 @pytest.fixture(autouse=True)
 def closed_process_group() -> Iterator[None]:
-    """Close what a test leaves open; a command that ends in an error leaves it to its process."""
+    """Close what a test leaves open; a command that ends in an error leaves it to its process.
+
+    Modules that it imported stay as well, and each collection of garbage would look at them.
+    """
+    imported = len(sys.modules)
     yield
     if torch.distributed.is_initialized():
         finish()
+    if len(sys.modules) > imported + 50:
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

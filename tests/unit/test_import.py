@@ -222,7 +222,7 @@ def test_an_export_that_is_another_model_does_not_appear(imported, tmp_path, mon
     )[1]
     monkeypatch.setattr(export, "check_parity", look)
     with pytest.raises(RunFailed, match="hf: not made, since it would not be the trained model"):
-        export_source(run, tmp_path / "hf")
+        export_source(run, tmp_path / "hf", max_length=128)
     assert "DIFFERS" in capsys.readouterr().out
     assert {"model.safetensors", "README.md", MARKER} <= set(seen)
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
