@@ -135,16 +135,16 @@ def test_every_character_is_in_a_word_or_ends_one() -> None:
 
 
 def test_a_text_without_white_space_or_of_many_words_takes_bounded_memory() -> None:
-    """64 MB of one word, and 24 MB of words: no list of all words is ever made."""
-    one = "x" * (64 << 20)
-    many = "word " * (4 << 20)
+    """16 MB of one word, and 6 MB of words: no list of all words is ever made."""
+    one = "x" * (16 << 20)
+    many = "word " * (1 << 20)
     tracemalloc.start()
     try:
         assert len(sequence_hashes(one, 13)) == 1
         assert tracemalloc.get_traced_memory()[1] < 3.5 * len(one)
         tracemalloc.reset_peak()
-        assert len(sequence_hashes(many, 13)) == (4 << 20) - 12
-        # 4M words as objects in a list would be 40 MB of pointers and 200 MB of strings.
+        assert len(sequence_hashes(many, 13)) == (1 << 20) - 12
+        # 1M words as objects in a list would be 8 MB of pointers and 50 MB of strings.
         assert tracemalloc.get_traced_memory()[1] < 8 * len(many)
     finally:
         tracemalloc.stop()

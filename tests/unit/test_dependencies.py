@@ -44,6 +44,10 @@ def requirements(*lines: str) -> set[str]:
     return {canonicalize_name(Requirement(line).name) for line in lines}
 
 
+def name_of(function: ast.expr) -> str:
+    return str(getattr(function, "attr", getattr(function, "id", "")))
+
+
 def imported(*folders: str) -> set[str]:
     """Return the distributions of others that the code of these folders imports."""
     found = set()
@@ -52,7 +56,7 @@ def imported(*folders: str) -> set[str]:
         name = str(path.relative_to(ROOT))
         found |= {target.split(".")[0] for _, target in imports(module_name(name), name, nodes)}
         for node in nodes:
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(BY_NAME):
+            if isinstance(node, ast.Call) and name_of(node.func).endswith(BY_NAME):
                 names = [a.value for a in node.args[:1] if isinstance(a, ast.Constant)]
                 found |= {name.split(".")[0] for name in names}
     found -= {*sys.stdlib_module_names, *OURS, "__future__"}
