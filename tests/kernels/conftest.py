@@ -18,15 +18,12 @@ if not torch.cuda.is_available():
     # device function that it calls would do so again, by listing all members of these modules: a
     # third of the time of these tests. To make the table of types at each operation takes a tenth.
     modules = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
-    prepare, of_scalar = interpreter._patch_lang, functools.cache(interpreter._get_np_dtype)
-    of_pointer = interpreter._get_np_dtype(tl.pointer_type(tl.int8))
+    prepare = interpreter._patch_lang
+    tl.pointer_type.__hash__ = tl.block_type.__hash__ = tl.dtype.__hash__
 
     def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a device function."""
         return self.rewrite()(*args, **kwargs)
-
-    def _numpy_type(type_: tl.dtype) -> Any:
-        return of_pointer if type_.scalar.is_ptr() else of_scalar(type_.scalar)
 
     # Half of the rest are types of blocks, made anew for each result, and sums and products of
     # integers, repeated in 64 bits by eight of Triton's operations to see that none overflows.
@@ -58,4 +55,4 @@ if not torch.cuda.is_available():
     TritonSemantic.binary_op_sanitize_overflow_impl = _check_overflow
     interpreter._patch_lang = lambda function: prepare(modules)
     interpreter.InterpretedFunction.__call__ = _call
-    interpreter._get_np_dtype = _numpy_type
+    interpreter._get_np_dtype = functools.cache(interpreter._get_np_dtype)

@@ -229,10 +229,7 @@ def test_forced_backend_serves_or_refuses():
     (q, k, v), arguments = make("one block", torch.float32)
     with pytest.raises(ValueError, match="folded cannot serve: "):
         attention(q, k, v, backend="folded", **arguments)
-    with pytest.raises(
-        ValueError,
-        match="'flash': there are auto, triton, folded, sdpa",
-    ):
+    with pytest.raises(ValueError, match="'flash': there are auto, triton, folded, sdpa"):
         attention(q, k, v, backend="flash", **arguments)
 
 

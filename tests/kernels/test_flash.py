@@ -262,8 +262,7 @@ SHAPES = {"causal": (96, 96, 1), "symmetric, grouped": (32, 128, 2)}
 
 
 @pytest.mark.parametrize(
-    ("shape", "kind"),
-    [*(("causal", kind) for kind in INPUTS), ("symmetric, grouped", "giant key")],
+    ("shape", "kind"), [*(("causal", kind) for kind in INPUTS), ("symmetric, grouped", "giant key")]
 )
 def test_skipping_visits_what_the_model_says_and_changes_nothing(kind, shape):
     causal = shape == "causal"

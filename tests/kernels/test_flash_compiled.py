@@ -31,14 +31,8 @@ VARIANTS = {
     "table, width 64": (Variant(90, 64, bias="table"), {}),
     "default, sm_80": (Variant(80, 128), {"forward_kernel": 128}),
     "documents": (Variant(90, 128, documents=True), {}),
-    "documents, nothing added": (
-        Variant(90, 64, bias="none", documents=True),
-        {},
-    ),
-    "documents, table": (
-        Variant(90, 128, bias="table", documents=True),
-        {"dkdv_kernel": 64},
-    ),
+    "documents, nothing added": (Variant(90, 64, bias="none", documents=True), {}),
+    "documents, table": (Variant(90, 128, bias="table", documents=True), {"dkdv_kernel": 64}),
     "documents, sm_80": (Variant(80, 128, documents=True), {"forward_kernel": 64}),
 }
 

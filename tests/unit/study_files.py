@@ -7,13 +7,7 @@ import math
 
 import numpy as np
 
-from pretrain.evaluation.records import (
-    BLOCKS,
-    POSITIONS,
-    Binned,
-    Losses,
-    records_json,
-)
+from pretrain.evaluation.records import BLOCKS, POSITIONS, Binned, Losses, records_json
 from pretrain.study.reading import read_results
 from pretrain.study.runs import State, Study, StudyFile, StudyRun
 from tests.conftest import tiny_config

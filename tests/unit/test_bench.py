@@ -14,12 +14,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from pretrain.bench import timing
-from pretrain.bench.timing import (
-    efficiency_table,
-    measure,
-    random_batches,
-    take_turn,
-)
+from pretrain.bench.timing import efficiency_table, measure, random_batches, take_turn
 from pretrain.cli.commands import app
 from pretrain.config import ConfigError, RunConfig, RunFailed, dump_config, load_config
 from pretrain.topology import Topology

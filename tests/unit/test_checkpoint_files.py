@@ -39,11 +39,7 @@ from pretrain.checkpoint.format import (
     write_part,
 )
 from pretrain.checkpoint.load import Target, load_global_state, read_into
-from pretrain.checkpoint.manifest import (
-    MASTER,
-    TrainerState,
-    open_checkpoint,
-)
+from pretrain.checkpoint.manifest import MASTER, TrainerState, open_checkpoint
 from pretrain.checkpoint.store import Store
 from pretrain.checkpoint.tools import verify_checkpoint
 from pretrain.config import ConfigError

@@ -112,10 +112,7 @@ def ended_at(name: str, words: Sequence[str], moment: int, imports: Path) -> tup
     """
     how = [MODULES[name], str(moment), imports]
     process = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, *how, *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", INTERRUPTED, *how, *words], cwd=ROOT, capture_output=True, text=True
     )
     return process.returncode, process.stderr
 

@@ -8,10 +8,7 @@ from typer.testing import CliRunner
 
 from pretrain.cli.commands import app
 from pretrain.config import ConfigError, dump_config, load_config
-from pretrain.config.load import (
-    section_keys,
-    shipped,
-)
+from pretrain.config.load import section_keys, shipped
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "configs/demo.toml"
@@ -83,10 +80,7 @@ REFUSALS = [
     (f"{CUTOFFS} {PP2}", "parallel.pipeline_model_parallel_size = 2: every rank needs all"),
     ("optimizer.name=nag optimizer.learning_rate=20.0", "optimizer.weight_decay = 0.1"),
     ("optimizer.name=nag optimizer.adam_beta2=0.9", "has the keys momentum and not this one"),
-    (
-        "schedule.lr_warmup_steps=2 schedule.lr_warmup_init=5",
-        "= 5.0: above the peak",
-    ),
+    ("schedule.lr_warmup_steps=2 schedule.lr_warmup_init=5", "= 5.0: above the peak"),
     (f"train.fusion=layers {TP2}", "train.fusion = layers: tensor ranks"),
     ("train.fp8=true", 'train.fp8 = true: with train.fusion = "auto" its casts'),
     ("train.spike_policy=skip parallel.zero_stage=2", "train.spike_policy = skip: at ZeRO 2"),

@@ -116,7 +116,7 @@ def test_what_a_program_has_not_is_refused_in_words():
     }
     assert said["mpt12"] == said["opt"] == said["neox"] == said["qwen3"] == []
     assert [reason.rpartition(": ")[2] for reason in said["llama_geglu"]] == [
-        *["its LlamaForCausalLM computes SiLU"] * 2,
+        *["its LlamaForCausalLM computes SiLU"] * 2
     ]
     assert said["mpt_range"][0] == "it has no MptSlopesForCausalLM"
     assert said["mpt_range"][1].endswith("it computes slopes that end at 2^-bias_max")

@@ -23,14 +23,7 @@ from pretrain.data.build.folder import BuildFolder, locked
 from pretrain.data.stream import verify
 from tests.conftest import mark_torture
 from tests.end_to_end.commands import fresh
-from tests.unit.test_data_build import (
-    DOCUMENTS,
-    built,
-    config,
-    contents,
-    refused,
-    write_text,
-)
+from tests.unit.test_data_build import DOCUMENTS, built, config, contents, refused, write_text
 from tests.unit.test_data_damage import flip
 
 __all__ = ["built"]

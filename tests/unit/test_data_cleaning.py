@@ -65,10 +65,7 @@ def test_repair_undoes_a_wrong_decoding() -> None:
     assert "\ufffd" in bad  # a byte that Windows-1252 lacks is lost for good
     bad = good.replace("”", "“").encode().decode("windows-1252")
     assert ours.clean(bad) == good.replace("”", "“")
-    assert ours.counts == {
-        "repair_unicode.documents": 1,
-        "repair_unicode.characters": len(bad),
-    }
+    assert ours.counts == {"repair_unicode.documents": 1, "repair_unicode.characters": len(bad)}
 
 
 @pytest.mark.parametrize(

@@ -149,8 +149,7 @@ def test_near_duplicates_are_found_as_often_as_the_formula_and_datasketch_say() 
     for a, b, _ in pairs:
         lsh = MinHashLSH(num_perm=BANDS * ROWS, params=(BANDS, ROWS))
         sketches = MinHash.bulk(
-            [[" ".join(s).encode() for s in sequences(d)] for d in (a, b)],
-            num_perm=BANDS * ROWS,
+            [[" ".join(s).encode() for s in sequences(d)] for d in (a, b)], num_perm=BANDS * ROWS
         )
         lsh.insert("a", sketches[0])
         oracle.append(bool(lsh.query(sketches[1])))

@@ -14,11 +14,7 @@ from pretrain.data.order import batches
 from tests.unit.splits import blend_of, make_stream
 
 LENGTH, GLOBAL, MICRO = 7, 16, 2
-SETTINGS = {
-    "sequence_length": LENGTH,
-    "global_batch_size": GLOBAL,
-    "micro_batch_size": MICRO,
-}
+SETTINGS = {"sequence_length": LENGTH, "global_batch_size": GLOBAL, "micro_batch_size": MICRO}
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +55,7 @@ def test_a_stream_of_exactly_one_sample_works_and_one_token_less_is_refused(tmp_
         torch.arange(8).expand(GLOBAL, 8),
     )
     with pytest.raises(
-        ConfigError,
-        match=r"data\.sequence_length = 7: a sample needs 8 .* has fewer\. Lower data",
+        ConfigError, match=r"data\.sequence_length = 7: a sample needs 8 .* has fewer\. Lower data"
     ):
         blend_of(make_stream(tmp_path / "b", {"text": LENGTH}), LENGTH, {}, seed=3)
 

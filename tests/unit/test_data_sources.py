@@ -165,10 +165,7 @@ def check_cuts(path, source, naive, raw, cuts):
 
 @pytest.mark.parametrize(
     ("source", "make", "naive"),
-    [
-        ("blank_lines", random_text, naive_blank_lines),
-        ("jsonl", random_jsonl, naive_jsonl),
-    ],
+    [("blank_lines", random_text, naive_blank_lines), ("jsonl", random_jsonl, naive_jsonl)],
 )
 def test_every_document_is_read_once_whatever_the_cuts(tmp_path, source, make, naive):
     rng = random.Random(1)

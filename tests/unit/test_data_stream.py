@@ -265,10 +265,7 @@ def test_threads_and_forks_may_share_a_stream(many_shards):
 def open_run(tmp_path):
     """A stream of three shards, of which the first is open."""
     write_split(
-        tmp_path,
-        {"text": [[np.arange(30_000)]]},
-        tokens_per_block=10_000,
-        tokens_per_shard=10_000,
+        tmp_path, {"text": [[np.arange(30_000)]]}, tokens_per_block=10_000, tokens_per_shard=10_000
     )
     stream = TokenStream(tmp_path / "train")
     stream.read(0, 10)

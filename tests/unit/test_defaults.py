@@ -13,13 +13,7 @@ import pytest
 import tomli_w
 from pydantic import BaseModel
 
-from pretrain.config import (
-    ConfigError,
-    dump_config,
-    load_config,
-    num_parameters,
-    parse_config,
-)
+from pretrain.config import ConfigError, dump_config, load_config, num_parameters, parse_config
 from pretrain.config.load import CONFIG_VERSION, merged, overridden, read_values
 from pretrain.config.trajectory import differences, settings_hash
 from pretrain.positions.base import METHODS

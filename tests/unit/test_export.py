@@ -55,10 +55,7 @@ LLAMA = "LlamaForCausalLM"
 MODELS = {
     "bloom12": ("BloomForCausalLM", make_config("alibi")),
     "bloom_untied": ("BloomForCausalLM", make_config("alibi", tie_word_embeddings=False)),
-    "bloom_no_bias": (
-        "BloomForCausalLM",
-        make_config("alibi", use_bias=False, num_query_groups=3),
-    ),
+    "bloom_no_bias": ("BloomForCausalLM", make_config("alibi", use_bias=False, num_query_groups=3)),
     "mpt12": ("MptForCausalLM", make_config("alibi", use_bias=False, hidden_act="gelu")),
     "mpt16": (
         "MptForCausalLM",

@@ -21,13 +21,7 @@ from pretrain.checkpoint.manifest import Change, Origin
 from pretrain.config import RunConfig, load_config
 from pretrain.rundir.metrics import read_metrics
 from pretrain.training.hooks import LoggingHook
-from pretrain.training.metrics import (
-    GROUPS,
-    TAGS,
-    Console,
-    MetricsWriter,
-    step_tags,
-)
+from pretrain.training.metrics import GROUPS, TAGS, Console, MetricsWriter, step_tags
 from pretrain.training.start import StartPoint
 from pretrain.training.stragglers import Stragglers
 from tests.end_to_end.commands import ROOT, wait_for

@@ -17,13 +17,7 @@ from pretrain.checkpoint.tools import show_source
 from pretrain.rundir import jobs
 from pretrain.rundir.attempts import Owner
 from pretrain.rundir.files import from_json
-from pretrain.rundir.jobs import (
-    PROVENANCE,
-    Provenance,
-    Source,
-    read_source,
-    write_provenance,
-)
+from pretrain.rundir.jobs import PROVENANCE, Provenance, Source, read_source, write_provenance
 from tests.unit.saved import first_origin, save
 
 NOBODY = 65534

@@ -26,12 +26,7 @@ from pretrain.evaluation.records import (
     parts_of,
     read_records,
 )
-from pretrain.evaluation.report import (
-    combine,
-    format_table,
-    what_stands_out,
-    write_report,
-)
+from pretrain.evaluation.report import combine, format_table, what_stands_out, write_report
 from tests.unit.report_records import curve_of, make_record, position_losses, read_png
 from tests.unit.study_files import with_blocks
 
@@ -466,9 +461,6 @@ def test_reports_of_several_runs_are_one_report(tmp_path):
     records = json.loads((tmp_path / "both/curve.json").read_text())["records"]
     assert records == [r for path in paths for r in json.loads(path.read_text())["records"]]
     (tmp_path / "lacking.json").write_text('{"records": [{"method": "alibi"}]}')
-    for name, words in (
-        ("lacking", "KeyError: 'run'"),
-        ("none", "No such file"),
-    ):
+    for name, words in (("lacking", "KeyError: 'run'"), ("none", "No such file")):
         with pytest.raises(ConfigError, match=words):
             combine([paths[0], tmp_path / f"{name}.json"], None)

@@ -27,11 +27,7 @@ from pretrain.rundir.checkpoints import (
     find_checkpoint,
     newest_checkpoint_step,
 )
-from pretrain.rundir.files import (
-    append_json_line,
-    publish_directory,
-    read_json_lines,
-)
+from pretrain.rundir.files import append_json_line, publish_directory, read_json_lines
 from pretrain.rundir.jobs import JobRecord, LaunchRecord, append_job, read_jobs
 from pretrain.rundir.metrics import MetricsFile, evaluation_records, evaluations_at, read_metrics
 from pretrain.rundir.paths import VERSION, RunPaths, check_version, claim_version
@@ -49,13 +45,7 @@ def complete(run: Path, *steps: int) -> None:
 # ---- names of checkpoints ----
 @pytest.mark.parametrize(
     "name",
-    [
-        "step-0000001",
-        "step-0000000100",
-        ".step-00000100.partial",
-        "step-²²²²²²²²",
-        "step-١١١١١١١١",
-    ],
+    ["step-0000001", "step-0000000100", ".step-00000100.partial", "step-²²²²²²²²", "step-١١١١١١١١"],
 )
 def test_what_is_no_checkpoints_name(name):
     assert checkpoint_step(name) is None

@@ -248,12 +248,7 @@ def cost(counts: StepCounts, *kinds: OpClass) -> Kernels:
 
 @pytest.mark.parametrize(
     ("gpu", "model", "launches"),
-    [
-        ("h200", (), 789),
-        ("h200", BIASES, 1065),
-        ("v100-32", (), 1257),
-        ("v100-32", BIASES, 1608),
-    ],
+    [("h200", (), 789), ("h200", BIASES, 1065), ("v100-32", (), 1257), ("v100-32", BIASES, 1608)],
 )
 def test_the_model_of_a_step_takes_what_is_counted(gpu, model, launches):
     """docs/performance.md: launches and bytes of a micro batch, and of what is between products."""

@@ -150,7 +150,7 @@ def test_contestants_that_failed_are_named_and_two_texts_refused(tmp_path):
 
 
 def test_without_published_numbers_no_perplexities_stand_beside(tmp_path):
-    found = make_study(tmp_path / "study", published=None, methods=("alibi", "sinusoidal"))
+    found = make_study(tmp_path / "study", published=None, methods=("alibi",), trained=(64,))
     text = report(found, judge(found.evidence)).text()
     assert "The study names no published numbers" in text
     assert "Perplexity beside the published numbers" not in text

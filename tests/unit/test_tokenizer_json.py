@@ -83,11 +83,7 @@ def metaspace(model: str) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-KINDS = {
-    "gpt2": gpt2,
-    "llama2": llama2,
-    "metaspace": lambda: metaspace("bpe"),
-}
+KINDS = {"gpt2": gpt2, "llama2": llama2, "metaspace": lambda: metaspace("bpe")}
 
 
 @pytest.fixture(scope="module")

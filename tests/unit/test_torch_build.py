@@ -65,17 +65,34 @@ def test_what_triton_builds_its_launches_with(tmp_path, monkeypatch):
     assert platform.lacking_for_triton() == "a C compiler (gcc or clang)" and not builds()
 
 
-def test_the_number_of_hardware_queues_is_set_before_anything_can_start_cuda():
-    code = """
+# In a process of its own, in which nothing has been imported and no group made.
+PROCESS = """
 import os, torch
 asked = torch.cuda.is_available
 def is_available():
-    print(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
+    print("queues", os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
     return asked()
 torch.cuda.is_available = is_available
 from pretrain import platform
 platform.check_build()
 platform.prepare(0)
+from pretrain import topology
+from pretrain.config import load_config
+config = load_config("configs/demo.toml")
+for _ in range(4):
+    topology.initialize(config)
+    print("threads", len(os.listdir("/proc/self/task")))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert set(done.stdout.split()) == {"1"}
+
+
+def test_a_new_process_sets_the_hardware_queues_and_closes_the_groups_of_a_layout():
+    """The number of queues is set before anything can start CUDA.
+
+    A process that sets up one layout after the other keeps no group of the former ones.
+    """
+    command = [sys.executable, "-W", "ignore", "-c", PROCESS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    said = [line.split() for line in done.stdout.splitlines()]
+    assert {value for what, value in said if what == "queues"} == {"1"}
+    first, *others = (value for what, value in said if what == "threads")
+    assert others == [first] * 3

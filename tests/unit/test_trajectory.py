@@ -8,12 +8,7 @@ from pretrain.checkpoint.manifest import Change, TrainerState, changes_of, train
 from pretrain.config import load_config
 from pretrain.config.load import section_keys
 from pretrain.config.schema import Effect
-from pretrain.config.trajectory import (
-    data_differences,
-    differences,
-    effect_of,
-    settings_hash,
-)
+from pretrain.config.trajectory import data_differences, differences, effect_of, settings_hash
 from pretrain.evaluation.records import read_records
 from pretrain.rundir.files import read_json
 from tests.changed import ROOT

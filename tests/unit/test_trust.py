@@ -366,10 +366,7 @@ def test_a_module_in_the_working_directory_is_not_imported_by_a_job(tmp_path: Pa
     assert unsafe.returncode == 99
     for path in ("", f":{os.environ.get('PYTHONPATH', '')}:"):
         # As sbatch gets it, with the empty entries that PYTHONPATH=$PYTHONPATH:... leaves.
-        environment = {
-            **slurm.slurm_environment(),
-            **({"PYTHONPATH": path} if path else {}),
-        }
+        environment = {**slurm.slurm_environment(), **({"PYTHONPATH": path} if path else {})}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "environ", environment)
             environment = slurm.slurm_environment()
