@@ -202,6 +202,8 @@ def _fork_or_exec(
     variables = dict(os.environ)
     if env is not None:
         variables = dict(os.fsdecode(each).split("=", 1) for each in env)
+    # What is left in the buffer would be written where the child's output goes.
+    sys.stdout.flush()
     child = os.fork()
     if child:
         return child

@@ -429,10 +429,11 @@ def test_ranks_call_the_library_one_function_after_another(workspace, config, wh
 
     What needs one process is done by the first one, and the others wait.
     """
-    script, run = workspace / "calls.py", workspace / "runs/calls"
-    script.write_text(CALLS)
-    on_two = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", script, config]
-    done = succeeded(forked([*map(str, on_two), f"run.directory={run}", "train.num_steps=2"]))
+    run, words = workspace / "runs/calls", ["--standalone", "--nproc-per-node", "2", "-m"]
+    # The ranks are forked, as those of a module of ours are.
+    (workspace / "pretrain_calls.py").write_text(CALLS)
+    settings = config, f"run.directory={run}", "train.num_steps=2"
+    done = succeeded(forked([*TORCHRUN, *words, "pretrain_calls", *settings], cwd=workspace))
     [first, second] = re.findall(r"measured (\S+) 0 True 2", done.out)
     assert len(re.findall(f"refused .*{run}/hf", done.out)) == 2, done.out
     succeeds("evaluate", run, "--protocols", "nonoverlapping", "--out", workspace / "calls.json")
