@@ -23,6 +23,7 @@ for name in (
     "pretrain.evaluation.command",
     "pretrain.huggingface.export",
     "tests.end_to_end.forks",
+    "torch._inductor.compile_fx",
     "torch.utils.tensorboard",
 ):
     try:

@@ -5,8 +5,8 @@ process, the launcher or all of them at once are killed again and again. In the 
 for bit, the one that nobody disturbed. Its fused operations are compiled; in `make torture`, whole
 layers too, and nothing in the 500 kills.
 
-The processes that are killed are forked (tests/end_to_end/forks.py), because the imports of each
-start would take longer than the rest of it. Those of the undisturbed run are not.
+All processes are forked (tests/end_to_end/forks.py), because the imports of each start would take
+longer than the rest of it. tests/slurm/test_survive.py compares such a run with ranks that are not.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.end_to_end.commands import (
     LAUNCHER,
     TIMEOUT_SECONDS,
     Running,
-    fresh,
+    forked,
     sets,
     succeeded,
     untimed,
@@ -245,7 +245,7 @@ def test_a_run_that_is_killed_again_and_again_is_the_undisturbed_one(
     config, workspace, fusion, kills, capsys
 ):
     whole = workspace / f"runs/not-killed-{fusion}-{kills}"
-    succeeded(fresh(command(config, whole, fusion)))
+    succeeded(forked(command(config, whole, fusion)))
     counts: Counter[str] = Counter()
     dice, round_number, made = random.Random(kills), 0, 0
     # At least one kill falls inside a save, which a round begins with.
