@@ -47,14 +47,15 @@ base = "small.toml"
 parallel.world_size = 2
 data.sequence_length = 64
 train.num_steps = {steps}
-checkpoint.interval_steps = 10
+checkpoint.interval_steps = 15
 evaluation = {{lengths = [64], interval_steps = 1000}}
 logging.interval_steps = 10
 recovery = {{hang_seconds = 20, preflight_seconds = 0}}
 batch = {{micro_batch_size = 8, global_batch_size = 16}}
-model = {{num_layers = 4, hidden_size = 128, num_attention_heads = 8, hidden_dropout = 0.1}}
+model.hidden_dropout = 0.1
 """
-STEPS = 60
+STEPS = 150
+"""More than a test waits for, so that a run has not ended when it is disturbed."""
 NO_PREFLIGHT = ("--set", "recovery.preflight_seconds=0")
 """For tests whose ranks are scripts, which cannot be the preflight's processes as well."""
 
