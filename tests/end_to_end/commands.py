@@ -267,12 +267,12 @@ def wait_for(condition: Any, seconds: float = TIMEOUT_SECONDS) -> None:
     """Return when condition() is true; fail when it is not after `seconds`.
 
     It may be a command of Slurm's or a look at all processes, and others want to compute: no more
-    than a tenth of a processor asks, but after a fifth of a second it is asked again.
+    than a twentieth of a processor asks, but after a fifth of a second it is asked again.
     """
     deadline, before = time.monotonic() + seconds, _used_seconds()
     while not condition():
         assert time.monotonic() < deadline, f"the condition is not true after {seconds} s"
-        time.sleep(min(max(0.02, 9 * (_used_seconds() - before)), 0.2))
+        time.sleep(min(max(0.02, 19 * (_used_seconds() - before)), 0.2))
         before = _used_seconds()
 
 

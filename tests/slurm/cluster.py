@@ -257,7 +257,7 @@ class Cluster:
             assert time.monotonic() < deadline, (
                 f"job {job_id}: {fields} after {TIMEOUT_SECONDS} s, waited for {wanted}"
             )
-            time.sleep(0.1)
+            time.sleep(0.2)
         return fields
 
     def step_processes(self, job_id: str, *words: str) -> dict[int, tuple[str, str]]:
