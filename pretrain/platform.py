@@ -477,8 +477,9 @@ def prepare(local_rank: int) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     if not has_cuda():
         # deepspeed/comm/torch.py would compile this extension when communication starts, which
-        # takes 70 s and needs a compiler. It goes unused when marked as incompatible. DeepSpeed would
-        # try each of its extensions before it answers, some with a compiler, and asks for no other.
+        # takes 70 s and needs a compiler. It goes unused when marked as incompatible. The table is
+        # made here, because DeepSpeed would try each of its extensions, some with a compiler, to
+        # make it, and asks for no other.
         vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
         patch_megatron_for_cpu()
 
