@@ -66,7 +66,8 @@ def model_tensors(config: RunConfig) -> list[ModelTensor]:
         if layers:
             layer = list(_layer(config))
         for index in range(first_layer, first_layer + layers):
-            own += [replace(each, name=f"decoder.layers.{index}.{each.name}") for each in layer]
+            name = f"decoder.layers.{index}."
+            own += [replace(each, name=name + each.name, chunk=number) for each in layer]
         first_layer += layers
         if number == last:
             if m.final_layernorm:
@@ -75,7 +76,7 @@ def model_tensors(config: RunConfig) -> list[ModelTensor]:
         if number < parallel.pipeline_model_parallel_size:
             # Each stage holds the position method's own parameters once.
             own += [replace(each, is_copy=number > 0) for each in _position(config)]
-        found += [replace(each, chunk=number) for each in own]
+        found += [each if each.chunk == number else replace(each, chunk=number) for each in own]
     return found
 
 

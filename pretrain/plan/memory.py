@@ -283,9 +283,11 @@ class Activations:
         """One tensor of the width d for all tokens, independent of sequence parallelism."""
         self.gathered = self.whole if parallel.sequence_parallel else 0
         """Megatron's buffer for gathered sequences, which is never freed."""
-        self.inner = self.tokens * widths(config).ffn * self.item
+        self.widths = widths(config)
+        """Numbers of a token in each kind of tensor."""
+        self.inner = self.tokens * self.widths.ffn * self.item
         """The input of the second product of the MLP."""
-        self.projected = self.tokens * widths(config).projected * self.item
+        self.projected = self.tokens * self.widths.projected * self.item
         """The output of the first product of the MLP."""
         self.statistics = 8 if config.model.normalization == "layernorm" else 4
         """Bytes that torch keeps per normalized row: mean and 1 / std, or 1 / root mean square."""
@@ -339,8 +341,8 @@ class Activations:
         # The kernels of a V100 do not support grouped queries, so keys and values are repeated for
         # each head.
         groups = c.num_query_groups // self.tensor if self.is_modern else heads
-        query = widths(c).query * self.item
-        pair = 2 * (widths(c).key if self.is_modern else widths(c).query) * self.item
+        query = self.widths.query * self.item
+        pair = 2 * (self.widths.key if self.is_modern else self.widths.query) * self.item
         rows = 4 * heads
         kept = query + pair
         # With several parts, the keys and values of all parts are joined. The queries are a copy,
@@ -351,7 +353,7 @@ class Activations:
             kept = query + (self.context + (not is_copy)) * pair
         if c.model.clip_qkv is not None:
             # The input of the clipping.
-            kept += (widths(c).query + 2 * widths(c).key) * self.item
+            kept += (self.widths.query + 2 * self.widths.key) * self.item
         has_copy = 1 < groups < heads
         if c.model.qk_layernorm:
             # Norms read keys from the projection's output, and queries from there or as below.
@@ -401,7 +403,7 @@ class Activations:
         """Return the bytes of the logits of a micro batch, in the form that the loss keeps."""
         # Megatron's loss keeps the softmax of the logits, in fp32.
         per_logit = self.item if self.has_fused_loss else 4
-        return self.tokens * widths(self.config).vocabulary * per_logit
+        return self.tokens * self.widths.vocabulary * per_logit
 
     def loss(self) -> int:
         """Return what the final norm and the loss keep besides the logits."""
@@ -423,7 +425,7 @@ class Activations:
         if not is_tied_here or not self.accumulates_in_products:
             # A gradient of the weight's shape, which autograd needs even if it is never filled.
             gradient += self.embedding_weight()
-        logits = self.tokens * widths(self.config).vocabulary
+        logits = self.tokens * self.widths.vocabulary
         if not self.has_fused_loss:
             # The softmax becomes the gradient of the logits, and is freed before the products.
             gradient = self.item * logits + max(0, gradient - self.logits())
@@ -433,7 +435,7 @@ class Activations:
 
     def embedding_weight(self) -> int:
         """Return the bytes of this rank's embedding in the training precision."""
-        return widths(self.config).vocabulary * self.config.model.hidden_size * self.item
+        return self.widths.vocabulary * self.config.model.hidden_size * self.item
 
     def layer_buffers(self) -> int:
         """Return the largest temporary memory of the backward pass of a layer."""
@@ -452,7 +454,7 @@ class Activations:
         gate writes two after the product's input has been freed.
         """
         c = self.config
-        weight = c.model.hidden_size * widths(c).ffn * self.item
+        weight = c.model.hidden_size * self.widths.ffn * self.item
         dropped = self.stream if c.model.hidden_dropout else 0
         beside = weight + self.gathered
         if c.model.hidden_act == "relu" or c.model.gated_linear_unit:
@@ -467,7 +469,7 @@ class Activations:
         """
         c = self.config
         heads = c.model.num_attention_heads // self.tensor
-        pairs = (widths(c).query + 2 * widths(c).key) * self.item
+        pairs = (self.widths.query + 2 * self.widths.key) * self.item
         sums = 0
         if self.is_modern and c.position.bias == "table":
             reach = c.position.reach(c)
@@ -482,8 +484,8 @@ class Activations:
         given_back = self.projected + self.inner + 2 * self.stream
         if self.context > 1:
             # Gradients of the keys and values of the other parts; with scores, also a copy in fp32.
-            pairs += (self.context - 1) * (2 * self.item + 4 * self.is_scored) * widths(c).key
-        pairs += widths(c).query * self.item
+            pairs += (self.context - 1) * (2 * self.item + 4 * self.is_scored) * self.widths.key
+        pairs += self.widths.query * self.item
         return 2 * self.stream + self.tokens * pairs + sums - given_back
 
 
@@ -578,7 +580,7 @@ def _moments(
         (activations, logits, buffers) in bytes of each moment.
     """
     a = Activations(config, is_modern)
-    kinds = [Activations(each, is_modern) for each in by_layer(config)]
+    kinds = [a if each is config else Activations(each, is_modern) for each in by_layer(config)]
     repeated = config.model.num_layers // len(kinds)
     of_layer = [kind.layer() for kind in kinds] * repeated
     in_layer = [kind.layer_buffers() for kind in kinds] * repeated
