@@ -466,8 +466,9 @@ class Uploader:
                     self.close()
                     return [f"{self._run}: there was no time to upload every checkpoint"]
         try:
-            missing: list[str] = json.loads(out)["missing"]
-        except (ValueError, KeyError, TypeError):
+            # A library or a sitecustomize.py may print, too.
+            missing: list[str] = json.loads(out.splitlines()[-1])["missing"]
+        except (ValueError, LookupError, TypeError):
             return [self._ended()]
         return missing
 

@@ -276,6 +276,9 @@ class Writer:
         """Record the answers until the process ends."""
         assert process.stdout is not None
         for line in process.stdout:
+            # A library or a sitecustomize.py may print, too.
+            if not line.startswith("{"):
+                continue
             answer = json.loads(line)
             with self._changed:
                 self._unanswered -= 1

@@ -6,6 +6,7 @@ import shutil
 import sys
 import uuid
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ from pretrain.checkpoint.load import fetch
 from pretrain.checkpoint.manifest import open_checkpoint
 from pretrain.checkpoint.store import Rounds, Store, StoreError, Uploader
 from pretrain.checkpoint.tools import verify_checkpoint
+from pretrain.checkpoint.writer import Writer
 from pretrain.cli.commands import app
 from pretrain.config import ConfigError, dump_config
 from pretrain.rundir.attempts import Attempt, RunBusy
@@ -219,6 +221,18 @@ def test_a_process_that_dies_is_told_of_and_made_up_for(tmp_path, capsys):
     assert warning.count("warning:") == 1 and "ended with code -9" in warning
     assert uploader.finish(lambda: True) == []
     assert [s.step for s in Store(url).checkpoints()] == [2]
+
+
+def test_what_else_the_processes_beside_training_print_is_no_answer(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("print('a word of the site')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    save(tmp_path / "run", 2)
+    assert Uploader(tmp_path / "run", f"file://{tmp_path}/store").finish(lambda: True) == []
+    with closing(Writer()) as writer:
+        writer.memory(8)
+        writer.make_pages()
+        writer.settle(60.0)
+        assert writer.is_idle
 
 
 # ---- bringing a checkpoint back ------------------------------------------------------------------
