@@ -30,7 +30,7 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.runs import write_site
 from tests.unit.test_rundir import undocumented
 
-NAMES = [f"step-{step:08d}" for step in (1, 2, 3)]
+NAMES = [f"step-{step:08d}" for step in (1, 2)]
 LENGTHS = (32, 64)
 
 
@@ -114,17 +114,18 @@ def test_every_checkpoint_is_evaluated_once(desk: Desk) -> None:
     cluster.wait_for_job(training, ["FAILED"])
     assert desk.jobs() == {}
 
-    # The next supervisor sends the missing evaluation. That job is frozen, and two more checkpoints
-    # appear: training does not wait.
-    training = desk.submit(steps=3)
+    # The next supervisor sends the missing evaluation. That job is frozen, and another checkpoint
+    # appears: training does not wait.
+    training = desk.submit(steps=2)
     wait_for(lambda: NAMES[0] in desk.jobs())
     first = desk.jobs()[NAMES[0]]
     desk.freeze(first, run / f"logs/evaluate-{NAMES[0]}.log", "pretrain", "evaluate", "--out")
-    wait_for((run / "checkpoints" / NAMES[2] / "manifest.json").exists)
+    wait_for((run / "checkpoints" / NAMES[1] / "manifest.json").exists)
     cluster.wait_for_job(training)
     assert sorted(desk.jobs()) == NAMES
     assert desk.state(first)[0] == "RUNNING"
-    assert [desk.state(desk.jobs()[name]) for name in NAMES[1:]] == [("PENDING", "Dependency")] * 2
+    last = desk.jobs()[NAMES[1]]
+    assert desk.state(last) == ("PENDING", "Dependency")
 
     # A cancel that Slurm refuses ends no evaluations.
     executable(desk.folder / "scancel", "#!/bin/bash\nexit 1\n")
@@ -134,22 +135,21 @@ def test_every_checkpoint_is_evaluated_once(desk: Desk) -> None:
 
     # The record of the last job is lost, as in a crash right after sbatch, and the frozen job is
     # requeued. At its end it sends the job that is missing from the record a second time.
-    last = desk.jobs()[NAMES[2]]
     lines = (RunPaths(run).jobs).read_text().splitlines(keepends=True)
     (RunPaths(run).jobs).write_text(
         "".join(line for line in lines if json.loads(line)["job_id"] != last)
     )
     assert cluster.run("scontrol", "requeue", first).returncode == 0
-    wait_for(lambda: desk.jobs().get(NAMES[2], last) != last)
-    again = desk.jobs()[NAMES[2]]
-    wait_for((run / "evaluations" / NAMES[2]).exists)
-    for job_id in (first, desk.jobs()[NAMES[1]], last, again):
+    wait_for(lambda: desk.jobs().get(NAMES[1], last) != last)
+    again = desk.jobs()[NAMES[1]]
+    wait_for((run / "evaluations" / NAMES[1]).exists)
+    for job_id in (first, last, again):
         cluster.wait_for_job(job_id)
 
     logs = "".join(path.read_text() for path in (run / "logs").glob("slurm-*.log"))
-    assert [logs.count(f"{name}: evaluated; see") for name in NAMES] == [1, 1, 1]
-    assert f"{NAMES[2]}: evaluated before" in (run / f"logs/slurm-{again}.log").read_text()
-    assert len(desk.jobs()) == len(read_jobs(run, JobKind.EVALUATE)) == 3
+    assert [logs.count(f"{name}: evaluated; see") for name in NAMES] == [1, 1]
+    assert f"{NAMES[1]}: evaluated before" in (run / f"logs/slurm-{again}.log").read_text()
+    assert len(desk.jobs()) == len(read_jobs(run, JobKind.EVALUATE)) == 2
     curve = json.loads((run / "evaluations/curve.json").read_text())
     found = {
         (r["step"], r["length"]): r["loss_nats"]
@@ -159,10 +159,10 @@ def test_every_checkpoint_is_evaluated_once(desk: Desk) -> None:
     # The training loop evaluated the same weights, but sums the losses in another order.
     logged = {(r["step"], r["length"]): r["loss_nats"] for r in metrics(run) if r.get("evaluation")}
     assert found == pytest.approx(logged, rel=1e-6) and sorted(found) == [
-        (s, n) for s in (1, 2, 3) for n in LENGTHS
+        (s, n) for s in (1, 2) for n in LENGTHS
     ]
     # Sliding windows of 32 tokens by 32 are the nonoverlapping ones.
-    assert len(curve["records"]) == 9
+    assert len(curve["records"]) == 6
     assert {r["train_length"] for r in curve["records"]} == {32}
     assert undocumented(run) == []
     assert {p.name for p in (run / "evaluations").iterdir() if p.is_file()} == {
