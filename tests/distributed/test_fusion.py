@@ -179,7 +179,7 @@ def test_compiled_layers_are_one_graph_with_the_gradients_of_the_dense_reference
     state, tokens, _, loss, gradients = expected_gradients(variant, 8)
     config = variant_config(variant, 8, parallel)
     config = fused(config, fusion="layers", recompute_granularity=recomputed)
-    task = *how, gradients_of_compiled_layers
+    task = *how, compiled, tasks.gradients
     results = pools(processes).run(*task, config, state, tokens)
     actual = results[0][0]
     assert actual["loss"] == pytest.approx(loss, rel=1e-6)
@@ -240,20 +240,20 @@ def test_products_of_8_bits_are_those_of_the_cast_factors(precision):
 def test_a_model_trains_with_products_of_8_bits_and_scores_without(pools, how):
     """Layers stay one graph. Losses follow those of AdamW in fp32 as far as four bits allow."""
     state, batches, losses, *_ = expected_steps()
-    # What was compiled for one kind of product is not taken for the other.
-    plain = steps_config(train={"fusion": "layers"})
-    pools(1).run(*how, tasks.train_steps, plain, state, batches[:1])
     config = steps_config(train={"fusion": "layers", "fp8": True})
     # A CPU takes 40 ms for a product of 8 bits.
-    actual = pools(1).run(*how, tasks.train_steps, config, state, batches[:2])[0]["losses"]
-    assert actual == pytest.approx(losses[:2], rel=0.02)
-    assert actual != pytest.approx(losses[:2], rel=1e-5)
+    task = *how, compiled, tasks.train_steps
+    actual, graphs, (breaks, _) = pools(1).run(*task, config, state, batches[:2])[0]
+    # One of the layers, two of the loss.
+    assert (graphs, breaks) == (3, {})
+    assert actual["losses"] == pytest.approx(losses[:2], rel=0.02)
+    assert actual["losses"] != pytest.approx(losses[:2], rel=1e-5)
+    # What was compiled for one kind of product is not taken for the other.
+    plain = steps_config(train={"fusion": "layers"})
+    actual = pools(1).run(*how, tasks.train_steps, plain, state, batches[:1])[0]
+    assert actual["losses"] == pytest.approx(losses[:1], rel=1e-5)
     state, tokens, _, loss, _ = expected_gradients("alibi", 8)
     config = fused(variant_config("alibi", 8, {}), fusion="layers", fp8=True)
-    task = *how, gradients_of_compiled_layers
-    actual, graphs, (breaks, _) = pools(1).run(*task, config, state, tokens)[0]
-    assert (graphs, breaks) == (4, {})
-    assert actual["loss"] != pytest.approx(loss, rel=1e-5)
     evaluated = pools(1).run(*how, evaluated_loss, config, state, tokens)[0]
     assert evaluated == pytest.approx(loss, rel=1e-6)
 
@@ -316,15 +316,15 @@ def steps_with_the_product_of_a_gpu(
         return found, choose_fusion(config).weight_gradients, log.output
 
 
-def gradients_of_compiled_layers(*arguments: Any) -> tuple[Any, int, tuple[Any, Any]]:
-    """Return `tasks.gradients`, the number of graphs, their breaks, and what attention kept."""
+def compiled(task: Callable[..., Any], *arguments: Any) -> tuple[Any, int, tuple[Any, Any]]:
+    """Return what a task returns, the number of graphs, their breaks, and what attention kept."""
     from torch._dynamo.utils import counters
 
     from pretrain.model import attention
 
     torch._dynamo.reset()
     counters.clear()
-    found = tasks.gradients(*arguments)
+    found = task(*arguments)
     graphs = counters["stats"]["unique_graphs"]
     return found, graphs, (dict(counters["graph_break"]), dict(attention._GRAPHS))
 
