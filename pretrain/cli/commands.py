@@ -46,6 +46,7 @@ from pretrain.config.schema import WORDS
 from pretrain.config.trajectory import allow_options, check_allowed
 from pretrain.processes import leave
 from pretrain.rundir.paths import ExitCode
+from pretrain.startup import lasting_imports
 from pretrain.training.reporter import Requests
 
 app = Commands()
@@ -275,8 +276,9 @@ def train(
     # Also before the slow imports, so that a typing mistake shows at once.
     run = load_config(config, overrides)
     check_allowed(allow_changed)
-    from pretrain import topology
-    from pretrain.training.loop import train as run_training
+    with lasting_imports():
+        from pretrain import topology
+        from pretrain.training.loop import train as run_training
 
     code = run_training(run, resume, requests, frozenset(allow_changed))
     # After success all ranks are here and can close the process group together. After a failure
@@ -330,7 +332,8 @@ def evaluate(
         trust_remote_code: Run the Python code in a Hugging Face folder. Needed for classes that
             belong neither to transformers nor to this project's exports.
     """
-    from pretrain.evaluation.command import evaluate_sources
+    with lasting_imports():
+        from pretrain.evaluation.command import evaluate_sources
 
     asked = dataclasses.replace(evaluations, protocols=STREAM) if stream else evaluations
     evaluate_sources(sources, asked.request(), overrides, out, longppl, text, trust_remote_code)
@@ -377,7 +380,8 @@ def evaluate_tasks(
             of the intervals.
         out: Write the results to this file, and Markdown and a figure beside it.
     """
-    from pretrain.evaluation.tasks import evaluate_tasks as run
+    with lasting_imports():
+        from pretrain.evaluation.tasks import evaluate_tasks as run
 
     run(sources, tasks, lengths, samples, overrides, out)
 
@@ -508,7 +512,8 @@ def export(
         max_length: Longest sequence that the export accepts; MPT, OPT and GPT-2 fail beyond it.
             Default: 16 training lengths, or the longest evaluated length if that is longer.
     """
-    from pretrain.huggingface.export import export_source
+    with lasting_imports():
+        from pretrain.huggingface.export import export_source
 
     export_source(source, out, max_length, overrides=overrides, programs=programs)
 
