@@ -21,6 +21,7 @@ import numpy as np
 from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -92,6 +93,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "svg": {"Date": None, "Creator": None},
 }
 """Format -> metadata to leave out: the time and the version with which a file was drawn."""
+CANVASES = {"png": FigureCanvasAgg, "svg": FigureCanvasSVG}
 
 
 class Line(NamedTuple):
@@ -152,7 +154,7 @@ def draw(lines: Sequence[Line], frame: Frame, style: str = "paper") -> dict[str,
     handles = [Line2D([], [], label=_plain(titled(name)), **look) for name, look in looks.items()]
     if any(map(list, frame.marked.values())):
         handles.append(Line2D([], [], label=frame.marks, **DOTTED))
-    figure, grid = _panels(list(by_panel), frame, STYLES[style], handles)
+    figure, grid, layout = _panels(list(by_panel), frame, STYLES[style], handles)
     panels = iter(by_panel.items())
     for row in grid:
         values: list[float] = []
@@ -164,15 +166,15 @@ def draw(lines: Sequence[Line], frame: Frame, style: str = "paper") -> dict[str,
                 axes.axvline(x, **DOTTED, zorder=0)
         _scale_values(row[0], values, frame.top)
     # Compute the layout once for all formats, because it takes longer than drawing.
-    figure.draw_without_rendering()
+    layout.execute(figure)
     figure.set_layout_engine("none")
     return {kind: _save(figure, kind) for kind in FORMATS}
 
 
 def _panels(
     titles: Sequence[str], frame: Frame, style: Style, handles: Sequence[Line2D]
-) -> tuple[Figure, list[list[Axes]]]:
-    """Return a figure with its legend, and its empty panels row by row."""
+) -> tuple[Figure, list[list[Axes]], ConstrainedLayoutEngine]:
+    """Return a figure with its legend, its empty panels row by row, and what places them."""
     columns = min(len(titles), 3 if frame.columns % 3 == 0 else min(frame.columns, 2))
     rows = -(-len(titles) // columns)
     width, em = style.widths[columns > 1], style.type / 72
@@ -198,7 +200,7 @@ def _panels(
             axes.tick_params(labelbottom=True)
         _style_axes(axes, frame, (width / columns) / em)
     figure.legend(handles=handles, loc="outside lower center", frameon=False, ncols=beside)
-    return figure, grid.tolist()
+    return figure, grid.tolist(), layout
 
 
 def _style_axes(axes: Axes, frame: Frame, ems: float) -> None:
@@ -310,9 +312,9 @@ def _plain(text: str) -> str:
 
 
 def _save(figure: Figure, kind: str) -> bytes:
-    """Return the figure in a format."""
+    """Return the figure in a format, drawn once; savefig would draw it before, for the layout."""
     picture = io.BytesIO()
-    figure.savefig(picture, format=kind, metadata=FORMATS[kind])
+    getattr(CANVASES[kind](figure), f"print_{kind}")(picture, metadata=FORMATS[kind])
     return picture.getvalue()
 
 
