@@ -25,7 +25,7 @@ from tests.end_to_end.commands import (
     Started,
     contents,
     explained,
-    fresh,
+    forked,
     pretrain,
     running_ranks,
     sets,
@@ -160,7 +160,14 @@ def test_a_signal_in_the_middle_of_a_save(workspace, train, asynchronous):
     settings = "train.num_steps=100000", "checkpoint.interval_steps=1", "checkpoint.keep=2"
     settings += (f"checkpoint.asynchronous={asynchronous}",)
     with running_ranks(train(run.name, *settings), 2) as group:
-        caught = None
+        caught, writers = None, list[int]()
+        if asynchronous == "true":
+            # A checkpoint that its held writer has not written makes rank 0 wait in the next save.
+            wait_for_running(group, lambda: phase(run)[1] > 1)
+            tasks = Path(f"/proc/{group.process_ids[0]}/task").glob("*/children")
+            writers = [int(child) for path in tasks for child in path.read_text().split()]
+            assert len(writers) == 1
+            hold(writers[0])
         while caught is None:
             wait_for_running(group, lambda: phase(run)[0] == "saving")
             hold(group.process_ids[0])
@@ -171,6 +178,8 @@ def test_a_signal_in_the_middle_of_a_save(workspace, train, asynchronous):
                 os.kill(group.process_ids[1], signal.SIGUSR1)
                 caught = step
             os.kill(group.process_ids[0], signal.SIGCONT)
+        for writer in writers:
+            os.kill(writer, signal.SIGCONT)
         done = group.done()
     assert [each.code for each in done] == [ExitCode.RESTART] * 2, done
     assert complete_checkpoints(run)[-1].name == f"step-{caught:08d}"
@@ -191,12 +200,18 @@ def test_who_loses_a_rank_says_so_in_a_line(workspace, train):
     assert last_attempt(run).ended.outcome == "failed"
 
 
+AGAIN = """
+import runpy, sys
+sys.torch = sys.modules["torch"]
+for name in list(sys.modules):
+    if name == "torch" or name.partition(".")[0] == "pretrain":
+        del sys.modules[name]
+runpy.run_module("pretrain", run_name="__main__", alter_sys=True)
+"""
 SIGNAL_IN_IMPORT = """
 import os, sys
 os.kill(os.getpid(), {number})
-sys.path.remove({folder!r})
-del sys.modules["torch"]
-import torch
+sys.modules["torch"] = sys.torch
 """
 
 
@@ -206,18 +221,16 @@ import torch
 def test_a_signal_while_torch_is_imported(run, train, tmp_path, name, code):
     """Nothing is trained and nothing saved again.
 
-    A fresh process imports another `torch` first, which sends the signal.
+    The process imports what is ours again, and with it another `torch`, which sends the signal.
     """
     directory, resumed = run.with_name(f"early-{code}"), code == ExitCode.STOPPED
     if resumed:
         shutil.copytree(run, directory)
     before = contents(directory / "checkpoints")
     (tmp_path / "torch").mkdir()
-    (tmp_path / "torch/__init__.py").write_text(
-        SIGNAL_IN_IMPORT.format(number=int(name), folder=str(tmp_path))
-    )
-    command = [*PRETRAIN, *map(str, train(directory.name, "train.num_steps=12"))]
-    done = fresh(command, {"PYTHONPATH": str(tmp_path)})
+    (tmp_path / "torch/__init__.py").write_text(SIGNAL_IN_IMPORT.format(number=int(name)))
+    command = [PRETRAIN[0], "-c", AGAIN, *map(str, train(directory.name, "train.num_steps=12"))]
+    done = forked(command, cwd=tmp_path)
     assert done.code == code, done.text
     reason = f"{name.name}: step 8 is saved" if resumed else f"{name.name} before the first step"
     *_, line, again = done.err.splitlines()
