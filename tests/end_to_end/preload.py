@@ -21,10 +21,12 @@ for name in (
     "pretrain.training.loop",
     "pretrain.bench.timing",
     "pretrain.evaluation.command",
+    "pretrain.evaluation.figures",
     "pretrain.huggingface.export",
     "tests.end_to_end.forks",
     "torch._inductor.compile_fx",
     "torch.utils.tensorboard",
+    "wandb.sdk.launch",
 ):
     try:
         importlib.import_module(name)
