@@ -24,9 +24,9 @@ def follow(folder: Path, *conditions: str) -> Workspace:
 def test_the_guide_runs_as_it_is_written(tmp_path):
     runs = follow(tmp_path, "").folder / "runs"
     # What its reader has at the end: a run that went on, its curve and its export.
-    assert sorted(p.name for p in (runs / "small/checkpoints").iterdir())[-1] == "step-00000060"
+    assert sorted(p.name for p in (runs / "small/checkpoints").iterdir())[-1] == "step-00000030"
     curve = json.loads((runs / "small/report/curve.json").read_text())["records"]
-    assert {(r["step"], r["length"]) for r in curve} == {(60, 64), (60, 256), (60, 1024)}
+    assert {(r["step"], r["length"]) for r in curve} == {(30, 64), (30, 256), (30, 1024)}
     assert (runs / "small/hf/model.safetensors").is_file()
     assert "license: cc0-1.0" in (runs / "small/hf/README.md").read_text()
 
