@@ -67,7 +67,6 @@ def test_a_copy_of_a_run_that_trains_is_a_run_of_its_own(workspace, config):
         wait_for(saved(run, 3))
         process.send_signal(signal.SIGSTOP)
         shutil.copytree(run, copy)
-        process.send_signal(signal.SIGCONT)
         status = forked([*LAUNCHER, "status", str(copy)])
         assert status.code == 0 and "copied" in status.out and "running" not in status.out
         prune = ("checkpoint", "prune", "--keep", 2, "--yes")
@@ -75,6 +74,9 @@ def test_a_copy_of_a_run_that_trains_is_a_run_of_its_own(workspace, config):
         explained(pretrain(*prune, run), 2, "kill")
         last = int(complete_checkpoints(copy)[-1].name[5:])
         succeeds("train", config, *words(copy, f"train.num_steps={last + 2}"))
+        newest = complete_checkpoints(run)[-1]
+        process.send_signal(signal.SIGCONT)
+        wait_for(lambda: process.poll() is not None or complete_checkpoints(run)[-1] != newest)
         assert process.poll() is None, process.said()
         process.send_signal(signal.SIGTERM)
         done = process.ended()

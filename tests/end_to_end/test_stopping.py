@@ -34,13 +34,13 @@ from tests.end_to_end.commands import (
     wait_for,
 )
 
-STEPS = 24
+STEPS = 12
 # An evaluation takes sixty passes, so that a signal can arrive between two of them. With dropout, a
 # resumed run must draw the same masks.
 LONG = [
     f"train.num_steps={STEPS}",
     "checkpoint.interval_steps=100",
-    "evaluation.interval_steps=12",
+    "evaluation.interval_steps=6",
     "evaluation.lengths=[32]",
     "evaluation.tokens_per_batch=32",
     "evaluation.max_tokens=2000",
@@ -109,7 +109,7 @@ def test_a_run_that_is_stopped_again_and_again_is_the_undisturbed_one(workspace,
     with running_ranks(train("undisturbed", *LONG), 2) as group:
         assert [done.code for done in group.done()] == [0] * 2
     stops = [
-        (signal.SIGUSR1, 1, ExitCode.RESTART, lambda: phase(parts) == ("evaluating", 12)),
+        (signal.SIGUSR1, 1, ExitCode.RESTART, lambda: phase(parts) == ("evaluating", 6)),
         (signal.SIGTERM, 0, ExitCode.STOPPED, lambda: phase(parts) == ("evaluating", STEPS)),
     ]
     for number, (name, rank, code, moment) in enumerate(stops, start=1):
