@@ -67,9 +67,11 @@ def lasting_imports() -> Iterator[None]:
     A full collection in training took 0.3 s, in which the other ranks wait.
     """
     gc.disable()
-    yield
-    gc.freeze()
-    gc.enable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
 
 
 MODULES = ("megatron.core", "deepspeed")
