@@ -236,24 +236,33 @@ def start_beside(
     """Start `main()` of a module in a process beside training, whose signals it does not hear.
 
     Args:
-        module: The module's name.
+        module: The module's name. Its main() gets the file to which it writes answers.
         arguments: sys.argv[1:] of the process.
         pass_fds: Descriptors that it inherits.
 
     Returns:
-        The process, with pipes of text for stdin and stdout.
+        The process, with pipes of text for stdin and for its answers, as its stdout.
     """
+    # A library or a sitecustomize.py may print, so answers have a pipe of their own.
+    answers, theirs = os.pipe()
     # Not `-m`, which would look in the current directory first; that is where users keep scripts.
-    program = f"import sys; sys.path.append(sys.argv.pop()); import {module} as m; m.main()"
+    program = (
+        f"import sys; sys.path.append(sys.argv.pop()); import {module} as m; "
+        'm.main(open(int(sys.argv.pop()), "w"))'
+    )
     root = str(Path(__file__).parents[1])
-    with signals_blocked(*SENT_TO_ALL):
-        return subprocess.Popen(
-            [sys.executable, "-P", "-c", program, *arguments, root],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            pass_fds=pass_fds,
-        )
+    try:
+        with signals_blocked(*SENT_TO_ALL):
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-c", program, *arguments, str(theirs), root],
+                stdin=subprocess.PIPE,
+                text=True,
+                pass_fds=[*pass_fds, theirs],
+            )
+    finally:
+        os.close(theirs)
+    process.stdout = os.fdopen(answers)
+    return process
 
 
 # ---- Run a command line, and turn every way in which it can end into an exit code ----------------

@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from pretrain.checkpoint.format import (
     INDEX,
@@ -466,9 +466,8 @@ class Uploader:
                     self.close()
                     return [f"{self._run}: there was no time to upload every checkpoint"]
         try:
-            # A library or a sitecustomize.py may print, too.
-            missing: list[str] = json.loads(out.splitlines()[-1])["missing"]
-        except (ValueError, LookupError, TypeError):
+            missing: list[str] = json.loads(out)["missing"]
+        except (ValueError, KeyError, TypeError):
             return [self._ended()]
         return missing
 
@@ -548,8 +547,8 @@ class Rounds:
         return False
 
 
-def main() -> None:
-    """Upload until asked to finish; then try once more, and print what is still missing."""
+def main(answers: TextIO) -> None:
+    """Upload until asked to finish; then try once more, and answer what is still missing."""
     run, url = Path(sys.argv[1]), sys.argv[2]
     commands: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_listen, args=(commands,), daemon=True).start()
@@ -564,7 +563,7 @@ def main() -> None:
             rounds.upload()
         with contextlib.suppress(queue.Empty):
             commands.put(commands.get(timeout=POLL_SECONDS))
-    print(json.dumps({"missing": rounds.upload()}), flush=True)
+    print(json.dumps({"missing": rounds.upload()}), file=answers, flush=True)
     # Exit without waiting for threads of the store's client.
     os._exit(0)
 

@@ -26,7 +26,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -276,9 +276,6 @@ class Writer:
         """Record the answers until the process ends."""
         assert process.stdout is not None
         for line in process.stdout:
-            # A library or a sitecustomize.py may print, too.
-            if not line.startswith("{"):
-                continue
             answer = json.loads(line)
             with self._changed:
                 self._unanswered -= 1
@@ -312,12 +309,13 @@ def _problem(answer: dict[str, Any]) -> Exception | None:
 
 
 # ---- in the writing process ----------------------------------------------------------------------
-def main() -> None:
+def main(answers: TextIO) -> None:
     """Carry out commands until stdin ends, which it does when the training process does."""
     descriptor = int(sys.argv[1])
     commands: queue.Queue[dict[str, Any]] = queue.Queue()
     patience = Patience()
-    threading.Thread(target=_carry_out, args=(descriptor, commands, patience), daemon=True).start()
+    given = descriptor, commands, patience, answers
+    threading.Thread(target=_carry_out, args=given, daemon=True).start()
     for line in sys.stdin:
         command = json.loads(line)
         if command["do"] == "all written":
@@ -328,7 +326,9 @@ def main() -> None:
     os._exit(0)
 
 
-def _carry_out(descriptor: int, commands: queue.Queue[dict[str, Any]], patience: Patience) -> None:
+def _carry_out(
+    descriptor: int, commands: queue.Queue[dict[str, Any]], patience: Patience, answers: TextIO
+) -> None:
     """Carry out commands in order and answer each."""
     while True:
         command = commands.get()
@@ -340,7 +340,7 @@ def _carry_out(descriptor: int, commands: queue.Queue[dict[str, Any]], patience:
             answer = {"error": str(error), "kind": type(error).__name__}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 def _do(descriptor: int, command: dict[str, Any], patience: Patience) -> list[str]:

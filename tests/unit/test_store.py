@@ -224,7 +224,7 @@ def test_a_process_that_dies_is_told_of_and_made_up_for(tmp_path, capsys):
 
 
 def test_what_else_the_processes_beside_training_print_is_no_answer(tmp_path, monkeypatch):
-    (tmp_path / "sitecustomize.py").write_text("print('a word of the site')")
+    (tmp_path / "sitecustomize.py").write_text("print('{}'); print('{', end='')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     save(tmp_path / "run", 2)
     assert Uploader(tmp_path / "run", f"file://{tmp_path}/store").finish(lambda: True) == []
